@@ -1,0 +1,58 @@
+"""Blocks over the last two axes of an array: padding to whole blocks, their maxima, and back.
+
+A ``window`` is the block's extent over the last two axes: ``(1, 16)`` for blocks along the last
+axis, ``(16, 1)`` for blocks along the one before it, ``(16, 16)`` for square ones. Working in
+place on either axis spares a transposition of the wide array.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fp4jax.rounding import bits_float, float_bits
+
+Window = tuple[int, int]
+
+
+def ceil_to(n: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``n``."""
+    return -(-n // multiple) * multiple
+
+
+def pad(x: Array, window: Window) -> Array:
+    """``x`` with zeros appended until ``window`` divides its last two axes."""
+    wanted = [ceil_to(n, w) for n, w in zip(x.shape[-2:], window, strict=True)]
+    if wanted == list(x.shape[-2:]):
+        return x
+    ends = [(0, 0)] * (x.ndim - 2) + [(0, w - n) for n, w in zip(x.shape[-2:], wanted, strict=True)]
+    return jnp.pad(x, ends)
+
+
+def amax(x: Array, window: Window) -> Array:
+    """The largest magnitude in each block of float32 ``x``: [..., M/h, N/w]; NaN if it has one."""
+    *batch, rows, columns = x.shape
+    height, width = window
+    if height > 1:
+        # As integers magnitudes have the same order, with NaN above all numbers.
+        bits = float_bits(x).reshape(*batch, rows // height, height, columns)
+        x = bits_float(jnp.max(bits & jnp.uint32(0x7FFFFFFF), axis=-2))
+    if width > 1:
+        # One reduction that takes magnitudes as it goes: on CPUs a maximum over |x| along a short
+        # last axis first writes |x| to memory, several times slower for large arrays.
+        blocks = x.reshape(*x.shape[:-1], columns // width, width)
+        x = lax.reduce(blocks, np.float32(0), _larger_magnitude, (blocks.ndim - 1,))
+    return x
+
+
+def _larger_magnitude(a: Array, b: Array) -> Array:
+    return jnp.maximum(jnp.abs(a), jnp.abs(b))
+
+
+def expand(per_block: Array, window: Window) -> Array:
+    """Each block's number repeated over its elements, the inverse shape change of `amax`."""
+    height, width = window
+    *batch, rows, columns = per_block.shape
+    wide = jnp.broadcast_to(per_block[..., None], (*batch, rows, columns, width))
+    wide = wide.reshape(*batch, rows, columns * width)
+    tall = jnp.broadcast_to(wide[..., None, :], (*batch, rows, height, columns * width))
+    return tall.reshape(*batch, rows * height, columns * width)

@@ -1,0 +1,86 @@
+"""Recipe: what each operand of a linear layer's three products is turned into."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from fp4jax.quantizer import Quantizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """An operand that is not quantized, only converted to a floating-point dtype."""
+
+    dtype: np.dtype[Any]
+
+    hadamard = None
+    needs_key = False
+
+    def __post_init__(self) -> None:
+        dtype = np.dtype(self.dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dtype must be floating, not {dtype}")
+        object.__setattr__(self, "dtype", dtype)
+
+
+OperandRule = Quantizer | Cast
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """The operands of one product; both take the same Hadamard transform, which then cancels.
+
+    Raises:
+      ValueError: if only one operand is transformed, or the two transforms differ.
+    """
+
+    lhs: OperandRule
+    rhs: OperandRule
+
+    def __post_init__(self) -> None:
+        if self.lhs.hadamard != self.rhs.hadamard:
+            raise ValueError(
+                "lhs and rhs must share one Hadamard transform, or the product would change: "
+                f"lhs has {self.lhs.hadamard}, rhs has {self.rhs.hadamard}"
+            )
+
+    def without_hadamard(self) -> Self:
+        """The same product with untransformed operands."""
+        lhs, rhs = (
+            dataclasses.replace(rule, hadamard=None) if isinstance(rule, Quantizer) else rule
+            for rule in (self.lhs, self.rhs)
+        )
+        return dataclasses.replace(self, lhs=lhs, rhs=rhs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The operands of the three products of a linear layer ``y = x w`` (arXiv 2509.25149, fig. 5).
+
+    Attributes:
+      name: for tables; not part of comparisons.
+      fprop: ``y = x w``, lhs x, rhs w, blocks along the input features.
+      dgrad: ``dx = dy w^T``, lhs dy, rhs w, blocks along the output features.
+      wgrad: ``dw = x^T dy``, lhs x, rhs dy, blocks along the tokens.
+    """
+
+    name: str = dataclasses.field(compare=False)
+    fprop: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+
+    @property
+    def gemms(self) -> tuple[Gemm, Gemm, Gemm]:
+        return self.fprop, self.dgrad, self.wgrad
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether some operand is rounded stochastically."""
+        rules = [rule for gemm in self.gemms for rule in (gemm.lhs, gemm.rhs)]
+        return any(isinstance(rule, Quantizer) and rule.rounding.needs_key for rule in rules)
+
+    def replace(self, **changes: Any) -> "Recipe":
+        """A copy with some fields changed; unless named anew it is called ``NAME*``."""
+        return dataclasses.replace(self, **{"name": self.name.rstrip("*") + "*", **changes})
