@@ -1,0 +1,98 @@
+"""Speed, measured beside its rivals in the same run: ``python -m experiments.benchmark linear``."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax import Array, lax
+from rich.console import Console
+from rich.table import Table
+
+import fp4jax as fp4
+from experiments.timing import medians
+
+MATRIX = (((1,), (0,)), ((), ()))
+LAST = (((1,), (1,)), ((), ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """One linear layer, forward and backward: each recipe against its three bare products.
+
+    Attributes:
+      sizes: tokens = input features = output features, one table row each.
+      repeats: timed rounds per row.
+    """
+
+    sizes: tuple[int, ...] = (512, 1024, 2048)
+    repeats: int = 25
+
+
+def linear(options: Linear) -> Table:
+    """A row per size: median milliseconds, and NVFP4's ratios to the products and to float32."""
+    recipes = [fp4.recipes.bf16(), fp4.recipes.fp8_block(), fp4.recipes.nvfp4()]
+    table = Table(title=f"linear layer, forward + backward, ms ({versions()})")
+    for column in ("size", "3 bf16 GEMMs", "float32", *(recipe.name for recipe in recipes)):
+        table.add_column(column, justify="right")
+    table.add_column("nvfp4 / GEMMs", justify="right")
+    table.add_column("nvfp4 / float32", justify="right")
+    for size in options.sizes:
+        x, w, dy = (jax.random.normal(jax.random.key(i), (size, size)) for i in range(3))
+        low = [a.astype(jnp.bfloat16) for a in (x, w, dy)]
+        contenders: dict[str, Callable[[], Any]] = {
+            "gemms": functools.partial(_gemms, *low),
+            "float32": functools.partial(_plain, x, w, dy),
+        }
+        for recipe in recipes:
+            contenders[recipe.name] = functools.partial(
+                _layer, recipe, low[0], w, low[2], jax.random.key(3)
+            )
+        time = medians(contenders, options.repeats)
+        ratios = (time["nvfp4"] / time["gemms"], time["nvfp4"] / time["float32"])
+        table.add_row(str(size), *(f"{ms:.1f}" for ms in time.values()), *(f"{r:.2f}" for r in ratios))
+    return table
+
+
+@jax.jit
+def _gemms(x: Array, w: Array, dy: Array) -> list[Array]:
+    """The layer's three products and nothing else, contraction axes last on both sides."""
+    pairs = [(x, w), (dy, w), (x, dy)]
+    return [lax.dot_general(a, b, LAST, preferred_element_type=jnp.float32) for a, b in pairs]
+
+
+@jax.jit
+def _plain(x: Array, w: Array, dy: Array) -> tuple[Array, ...]:
+    y, vjp = jax.vjp(lambda x, w: lax.dot_general(x, w, MATRIX), x, w)
+    return y, *vjp(dy)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer(recipe: fp4.Recipe, x: Array, w: Array, dy: Array, key: Array) -> tuple[Array, ...]:
+    """bfloat16 activations and gradients, float32 master weight and weight gradient."""
+    y, vjp = jax.vjp(
+        lambda x, w: fp4.dot_general(
+            x, w, MATRIX, recipe=recipe, key=key, preferred_element_type=jnp.bfloat16
+        ),
+        x,
+        w,
+    )
+    return y, *vjp(dy)
+
+
+def versions() -> str:
+    """What the figures depend on besides the machine's load."""
+    return f"jax {jax.__version__}, {jax.devices()[0].device_kind}"
+
+
+def main() -> None:
+    """Runs the benchmark that the command line names."""
+    options = tyro.extras.subcommand_cli_from_dict({"linear": Linear})
+    Console(width=120).print(linear(options))
+
+
+if __name__ == "__main__":
+    main()
