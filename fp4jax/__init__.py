@@ -2,8 +2,17 @@
 
 from fp4jax import nnx as nnx
 from fp4jax import recipes as recipes
+from fp4jax.checked import checked as checked
+from fp4jax.formats import FP4_UE5M3 as FP4_UE5M3
 from fp4jax.formats import FP8_BLOCK as FP8_BLOCK
+from fp4jax.formats import FP8_TENSOR as FP8_TENSOR
+from fp4jax.formats import FP8_TENSOR_E5M2 as FP8_TENSOR_E5M2
+from fp4jax.formats import IF4 as IF4
+from fp4jax.formats import MXFP4 as MXFP4
+from fp4jax.formats import MXFP8_E4M3 as MXFP8_E4M3
+from fp4jax.formats import MXFP8_E5M2 as MXFP8_E5M2
 from fp4jax.formats import NVFP4 as NVFP4
+from fp4jax.formats import NVINT4 as NVINT4
 from fp4jax.formats import Format as Format
 from fp4jax.hadamard import Hadamard as Hadamard
 from fp4jax.matmul import dot_general as dot_general
@@ -18,3 +27,7 @@ from fp4jax.recipe import Recipe as Recipe
 from fp4jax.rounding import Nearest as Nearest
 from fp4jax.rounding import Stochastic as Stochastic
 from fp4jax.scaling import AmaxScale as AmaxScale
+from fp4jax.scaling import BetterElement as BetterElement
+from fp4jax.scaling import FourOverSix as FourOverSix
+from fp4jax.scaling import PowerOfTwo as PowerOfTwo
+from fp4jax.scaling import RowScaled as RowScaled

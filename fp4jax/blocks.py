@@ -2,7 +2,8 @@
 
 A ``window`` is the block's extent over the last two axes: ``(1, 16)`` for blocks along the last
 axis, ``(16, 1)`` for blocks along the one before it, ``(16, 16)`` for square ones. Working in
-place on either axis spares a transposition of the wide array.
+place on either axis spares a transposition of the wide array. With None the whole array is one
+block and its maximum a scalar.
 """
 
 import jax.numpy as jnp
@@ -28,8 +29,10 @@ def pad(x: Array, window: Window) -> Array:
     return jnp.pad(x, ends)
 
 
-def amax(x: Array, window: Window) -> Array:
+def amax(x: Array, window: Window | None) -> Array:
     """The largest magnitude in each block of float32 ``x``: [..., M/h, N/w]; NaN if it has one."""
+    if window is None:
+        return jnp.max(jnp.abs(x))
     *batch, rows, columns = x.shape
     height, width = window
     if height > 1:
@@ -48,11 +51,38 @@ def _larger_magnitude(a: Array, b: Array) -> Array:
     return jnp.maximum(jnp.abs(a), jnp.abs(b))
 
 
-def expand(per_block: Array, window: Window) -> Array:
+def expand(per_block: Array, window: Window | None) -> Array:
     """Each block's number repeated over its elements, the inverse shape change of `amax`."""
+    if window is None:
+        return per_block
     height, width = window
     *batch, rows, columns = per_block.shape
     wide = jnp.broadcast_to(per_block[..., None], (*batch, rows, columns, width))
     wide = wide.reshape(*batch, rows, columns * width)
     tall = jnp.broadcast_to(wide[..., None, :], (*batch, rows, height, columns * width))
     return tall.reshape(*batch, rows * height, columns * width)
+
+
+def sum_in_order(x: Array, size: int, axis: int) -> Array:
+    """Sums of ``size`` consecutive elements along ``axis`` (-1 or -2), the first ones first."""
+    parts = _parts(x, size, axis)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def sum_pairwise(x: Array, size: int, axis: int) -> Array:
+    """Sums of ``size`` (a power of two) consecutive elements: the first half plus the second."""
+    parts = _parts(x, size, axis)
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = [a + b for a, b in zip(parts[:half], parts[half:], strict=True)]
+    return parts[0]
+
+
+def _parts(x: Array, size: int, axis: int) -> list[Array]:
+    """The i-th elements of all groups, for each i."""
+    axis = x.ndim + axis
+    grouped = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return [lax.index_in_dim(grouped, i, axis + 1, keepdims=False) for i in range(size)]

@@ -6,6 +6,7 @@ order of accumulation is the backend's own. The backward pass keeps the packed W
 the packed weight, nothing wider.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from fp4jax.quantizer import Quantizer
 from fp4jax.recipe import Cast, OperandRule, Recipe
 from fp4jax.refuse import refuse_derivative
 from fp4jax.rounding import key_words
+from fp4jax.watch import report_non_finite
 
 DimensionNumbers = tuple[
     tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
@@ -156,31 +158,34 @@ _matmul.defvjp(_forward, _matmul_bwd)
 
 def _weight_is_shared(recipe: Recipe) -> bool:
     """Whether Fprop and Dgrad see the same quantized weight."""
-    rule = recipe.fprop.rhs
-    return (
-        isinstance(rule, Quantizer)
-        and rule == recipe.dgrad.rhs
-        and rule.square
-        and not rule.rounding.needs_key
+    fprop, dgrad = (
+        dataclasses.replace(gemm.rhs, watch=None) for gemm in (recipe.fprop, recipe.dgrad)
     )
+    return isinstance(fprop, Quantizer) and fprop == dgrad and fprop.square
 
 
 def _operand(x: Array, rule: OperandRule, axis: int, words: Array | None, stream: int) -> Operand:
     if isinstance(rule, Cast):
-        return Operand(x.astype(rule.dtype), None)
+        return Operand(_cast(x, rule), None)
     return encode(x, rule, axis, _stream(rule, words, stream)).operand()
 
 
 def _keep(x: Array, rule: OperandRule, words: Array | None) -> QTensor | Array:
     """The Wgrad operand of the activation, blocks along the tokens, as the backward keeps it."""
     if isinstance(rule, Cast):
-        return x.astype(rule.dtype)
+        return _cast(x, rule)
     encoded = encode(x, rule, -2, _stream(rule, words, _WGRAD_LHS))
     return encoded.pack(x.shape[-2], -2, np.dtype(x.dtype))
 
 
+def _cast(x: Array, rule: Cast) -> Array:
+    if rule.watch is not None:
+        report_non_finite(x, rule.watch)
+    return x.astype(rule.dtype)
+
+
 def _stream(rule: Quantizer, words: Array | None, stream: int) -> Array | None:
-    if not rule.rounding.needs_key:
+    if not rule.needs_key:
         return None
     assert words is not None
     return words[stream]
@@ -199,10 +204,18 @@ def _product(a: Operand, b: Operand, a_contract: int, b_contract: int) -> Array:
         precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    for scale in (a.scale, b.scale):
-        if scale is not None:  # one after the other: their product could underflow
-            product = product * scale
+    # One scale after the other: their product could underflow.
+    if a.scale is not None:
+        product = product * _beside(a.scale, a_contract, -1)
+    if b.scale is not None:
+        product = product * _beside(b.scale, b_contract, -2)
     return product
+
+
+def _beside(scale: Array, contract: int, product_axis: int) -> Array:
+    """A scale per row of an operand, turned so that its length-1 axis is ``product_axis``."""
+    turn = scale.ndim > 0 and contract != product_axis
+    return jnp.swapaxes(scale, -1, -2) if turn else scale
 
 
 def _others(ndim: int, *used: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,9 +10,10 @@ import numpy as np
 from jax import Array, lax
 
 from fp4jax import blocks
-from fp4jax.formats import ElementType, Format
+from fp4jax.formats import E2M1, ElementType, Format
+from fp4jax.parts import Axis, per
 from fp4jax.quantizer import Quantizer
-from fp4jax.rounding import bits_float, code_value, steps_code, to_steps
+from fp4jax.rounding import code_value, signed_value, steps_code, to_steps
 
 
 class Operand(NamedTuple):
@@ -20,7 +21,8 @@ class Operand(NamedTuple):
 
     Attributes:
       values: elements times block scales, exact in ``Format.operand_dtype``.
-      scale: the tensor scale (float32 scalar), to be applied to the product; None for 1.
+      scale: the tensor scale (float32), to be applied to the product: a scalar, or one per row
+        with length 1 along the block axis; None for 1.
     """
 
     values: Array
@@ -43,8 +45,9 @@ class QTensor:
       codes: uint8 [..., ceil(K/2)], two elements a byte, the even index in the low nibble; one
         element a byte for 8-bit elements.
       block_scales: [..., ceil(K/block)] in the format's scale dtype; for square tiles the axis
-        before it is divided too.
-      tensor_scale: float32 scalar that decodes, or None if the format has none.
+        before it is divided too. None if the format has none.
+      tensor_scale: float32 that decodes: a scalar, with `RowScaled` an array [...]; None if the
+        format has none.
       quantizer: how it was made.
       axis: the block axis of the original array, counted from the end.
       length: K.
@@ -52,7 +55,7 @@ class QTensor:
     """
 
     codes: Array
-    block_scales: Array
+    block_scales: Array | None
     tensor_scale: Array | None
     quantizer: Quantizer
     axis: int
@@ -77,8 +80,7 @@ class QTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales together."""
-        scales = self.block_scales.size * self.format.scale.bits // 8
-        return self.codes.size + scales + (0 if self.tensor_scale is None else 4)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def operand(self) -> Operand:
         """The elements times their block scales, block axis last (whole groups if transformed)."""
@@ -97,6 +99,43 @@ class QTensor:
             raise TypeError(f"dtype must be floating, not {dtype}")
         return _dequantize(self, dtype)
 
+    def float4(self) -> Array:
+        """The elements as a ``float4_e2m1fn`` array [..., K], block axis last, scales left out.
+
+        Raises:
+          ValueError: if the elements are not E2M1.
+        """
+        if self.format.element != E2M1 or self.format.alternative:
+            raise ValueError(f"float4 needs E2M1 elements; {self.format!r} has other ones")
+        pairs = lax.bitcast_convert_type(self.codes, jnp.float4_e2m1fn)
+        elements = pairs.reshape(*self.codes.shape[:-1], -1)
+        return elements if self.quantizer.hadamard else elements[..., : self.length]
+
+    def __getitem__(self, index: Any) -> "QTensor":
+        """A part of the tensor, in the original axis order, where its blocks stay whole.
+
+        Axes across the blocks take integers and slices; the block axis, and both axes of square
+        blocks, take slices that start at a block's first element and end at a block's last or the
+        tensor's. Steps are 1.
+
+        Raises:
+          IndexError: for any other index.
+        """
+        return _part(self, index if isinstance(index, tuple) else (index,))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all bytes and all that describes them are equal."""
+        if not isinstance(other, QTensor):
+            return NotImplemented
+        mine, theirs = ((q.quantizer, q.axis, q.length, q.dtype) for q in (self, other))
+        pairs = zip(jax.tree.leaves(self), jax.tree.leaves(other), strict=True)
+        return mine == theirs and all(
+            a.shape == b.shape and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            for a, b in pairs
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __repr__(self) -> str:
         bits = 8 * self.nbytes / max(1, int(np.prod(self.shape)))
         return (
@@ -106,15 +145,17 @@ class QTensor:
 
 
 def decode_operand(
-    values: Operand, quantizer: Quantizer, axis: int, length: int, dtype: np.dtype[Any]
+    operand: Operand, quantizer: Quantizer, axis: int, length: int, dtype: np.dtype[Any]
 ) -> Array:
-    """The array of ``dtype`` that ``values`` stand for: scaled, transform undone, cut to length."""
-    x = values.values.astype(jnp.float32)
-    if values.scale is not None:  # a scalar, or one for each array of a vmapped stack
-        scale = values.scale
-        x = x * scale.reshape(*scale.shape, *(1,) * (x.ndim - scale.ndim))
+    """The array of ``dtype`` that ``operand`` stands for: scaled, transform undone, cut."""
+    x = operand.values.astype(jnp.float32)
+    # Undone before the scale multiplies: no product then meets a sum, which compilers fuse into
+    # one rounding here and not there.
     if quantizer.hadamard is not None:
         x = quantizer.hadamard.inverse(x, axis)
+    if (scale := operand.scale) is not None:
+        # One for all, one per row, or one for each array of a vmapped stack.
+        x = x * scale.reshape(*scale.shape, *(1,) * (x.ndim - scale.ndim))
     return lax.slice_in_dim(x, 0, length, axis=axis).astype(dtype)
 
 
@@ -135,38 +176,104 @@ def pack_elements(codes: Array, bits: int, axis: int) -> Array:
     return codes if axis == -1 else jnp.swapaxes(codes, -1, -2)
 
 
-def pack_scales(block: Array, scale: ElementType) -> Array:
+def pack_scales(block: Array, alternative: Array | None, scale: ElementType) -> Array:
     """Block scales (float32, on the grid of ``scale``, or NaN) in the dtype that stores them."""
     if scale.dtype == np.float32:
         return block
-    codes = jnp.where(jnp.isnan(block), jnp.uint8(0x7F), steps_code(to_steps(block, scale), scale))
+    codes = steps_code(to_steps(block, scale), scale)
+    codes = jnp.where(jnp.isnan(block), jnp.uint8(scale.nan_code), codes)
+    if alternative is not None:
+        codes = codes | (alternative.astype(jnp.uint8) << jnp.uint8(7))
     return lax.bitcast_convert_type(codes, scale.dtype)
+
+
+def _unpack_scales(stored: Array, format: Format) -> tuple[Array, Array | None]:
+    """The block scales in float32, and which blocks use the format's alternative grid."""
+    scale = format.scale
+    assert scale is not None
+    if scale.dtype == np.float32:
+        return stored, None
+    codes = lax.bitcast_convert_type(stored, jnp.uint8)
+    alternative = None
+    if format.alternative is not None:
+        alternative = codes >= jnp.uint8(128)
+        codes = codes & jnp.uint8(127)
+    bad = codes == jnp.uint8(scale.nan_code)
+    return jnp.where(bad, jnp.float32(np.nan), code_value(codes, scale)), alternative
 
 
 @jax.jit
 def _operand(q: QTensor) -> Operand:
-    assert q.quantizer.tile is not None
-    across, along = q.quantizer.tile
-    element = q.format.element
-    codes, scales = q.codes, q.block_scales.astype(jnp.float32)
+    format, element = q.format, q.format.element
+    codes, stored, tensor = q.codes, q.block_scales, q.tensor_scale
     if q.ndim == 1:
-        codes, scales = codes[None], scales[None]
+        codes, stored = codes[None], None if stored is None else stored[None]
     if element.bits == 4:
         codes = jnp.stack([codes & jnp.uint8(0xF), codes >> jnp.uint8(4)], axis=-1)
         codes = codes.reshape(*codes.shape[:-2], -1)
-    # Scales cover whole blocks, codes may end inside one.
-    scales = blocks.expand(scales, (across, along))[..., : codes.shape[-2], : codes.shape[-1]]
-    half = jnp.uint8(1 << (element.bits - 1))
-    magnitude = code_value(codes & (half - jnp.uint8(1)), element) * scales
-    sign = (codes & half).astype(jnp.uint32) << (32 - element.bits)
-    values = bits_float(lax.bitcast_convert_type(magnitude, jnp.uint32) | sign)
-    values = values.astype(q.format.operand_dtype)
+    values = signed_value(codes, element)
+    if stored is not None:
+        assert q.quantizer.tile is not None
+        scales, alternative = _unpack_scales(stored, format)
+
+        def per_element(per_block: Array) -> Array:
+            # Blocks are whole, codes may end inside one.
+            wide = blocks.expand(per_block, q.quantizer.tile)
+            return wide[..., : codes.shape[-2], : codes.shape[-1]]
+
+        if alternative is not None:
+            assert format.alternative is not None
+            other = signed_value(codes, format.alternative)
+            values = jnp.where(per_element(alternative), other, values)
+        values = values * per_element(scales)
+    values = values.astype(format.operand_dtype)
     if q.quantizer.hadamard is None:
         values = values[..., : q.length]
-    return Operand(values[0] if q.ndim == 1 else values, q.tensor_scale)
+    values = values[0] if q.ndim == 1 else values
+    if tensor is not None and q.quantizer.rule.per_row:
+        tensor = tensor[..., None]
+    return Operand(values, tensor)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _dequantize(q: QTensor, dtype: np.dtype[Any]) -> Array:
     x = decode_operand(q.operand(), q.quantizer, -1, q.length, dtype)
     return jnp.moveaxis(x, -1, q.axis)
+
+
+def _part(q: QTensor, given: tuple[Any, ...]) -> QTensor:
+    if len(given) > q.ndim:
+        raise IndexError(f"index has {len(given)} entries for {q.ndim} axes")
+    given += (slice(None),) * (q.ndim - len(given))
+    block_axis = q.ndim + q.axis
+    per_byte = 8 // q.format.element.bits
+    across, along = q.quantizer.tile or (1, per_byte)
+    # In stored order, the block axis last; a transform ties its whole length together.
+    order = [*(a for a in range(q.ndim) if a != block_axis), block_axis]
+    together = [1] * (q.ndim - 2) + [across] * (q.ndim > 1)
+    together.append(q.length if q.quantizer.hadamard else along)
+    index = [
+        Axis(axis, q.shape[axis], block).checked(given[axis])
+        for axis, block in zip(order, together, strict=True)
+    ]
+    *others, last = index
+    assert isinstance(last, slice)
+    codes_last = slice(None) if q.quantizer.hadamard else per(last, per_byte)
+    scales, tensor = q.block_scales, q.tensor_scale
+    if scales is not None:
+        scales_last = slice(None) if q.quantizer.hadamard else per(last, along)
+        blocks_index = [*map(per, others, together), scales_last]
+        scales = scales[tuple(blocks_index)]
+    if q.quantizer.rule.per_row:
+        assert tensor is not None
+        tensor = tensor[tuple(others)]
+    # An integer removes its axis; the block axis is counted from the end.
+    removed_behind = sum(isinstance(i, int) for i in given[block_axis + 1 :])
+    return dataclasses.replace(
+        q,
+        codes=q.codes[(*others, codes_last)],
+        block_scales=scales,
+        tensor_scale=tensor,
+        axis=q.axis + removed_behind,
+        length=last.stop - last.start,
+    )

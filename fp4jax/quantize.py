@@ -10,21 +10,23 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from fp4jax import blocks
-from fp4jax.formats import Format
+from fp4jax.formats import ElementType, Format
 from fp4jax.qtensor import Operand, QTensor, decode_operand, pack_elements, pack_scales
 from fp4jax.quantizer import Quantizer, as_quantizer
 from fp4jax.refuse import refuse_derivative
 from fp4jax.rounding import (
-    Steps,
+    bits_float,
     copy_sign,
     float_bits,
     key_words,
     random_bits,
+    signed_code,
     steps_code,
     steps_value,
     to_steps,
 )
-from fp4jax.scaling import Scales
+from fp4jax.scaling import Blocks, Scales
+from fp4jax.watch import report_non_finite
 
 
 def quantize(
@@ -38,7 +40,7 @@ def quantize(
     The bits are the same eager and jitted, on every backend and under every sharding.
 
     Args:
-      x: float32, bfloat16 or float16 array of any shape but 0-d or empty.
+      x: float16, bfloat16, float32 or float64 array of any shape but 0-d or empty.
       format_or_quantizer: a `Format` (nearest rounding, its own blocks) or a `Quantizer`.
       axis: the block axis: the contraction axis of the product that ``x`` is meant for.
       key: a JAX PRNG key, for stochastic rounding only.
@@ -47,7 +49,7 @@ def quantize(
       A `QTensor`; ``.dequantize()`` gives the approximation of ``x``.
 
     Raises:
-      TypeError: if ``x`` is not a floating-point array.
+      TypeError: if ``x`` is not such an array.
       ValueError: if ``x`` is 0-d or empty, ``axis`` is out of range, a key is missing for
         stochastic rounding, or one is given where none is used.
     """
@@ -74,15 +76,17 @@ class Encoded(NamedTuple):
 
     Attributes:
       source: float32, transformed and padded to whole blocks; its signs are the result's.
-      steps: the rounded magnitudes.
-      scales: per block.
+      magnitude: float32, the rounded elements without their signs.
+      code: uint8, the same as bit patterns.
+      scales: what the scale rule decided.
       quantizer: what was applied.
       axis: the block axis, -1 or -2.
       shape: of the result: the input's, but for whole groups where a transform mixed them.
     """
 
     source: Array
-    steps: Steps
+    magnitude: Array
+    code: Array
     scales: Scales
     quantizer: Quantizer
     axis: int
@@ -90,32 +94,36 @@ class Encoded(NamedTuple):
 
     def operand(self) -> Operand:
         """Elements times block scales in the layout of the input."""
-        format = self.quantizer.format
-        block = blocks.expand(self.scales.block, self.quantizer.window(self.axis))
-        values = copy_sign(steps_value(self.steps, format.element) * block, self.source)
-        return Operand(self._cut(values.astype(format.operand_dtype)), self.scales.tensor)
+        values = self.magnitude
+        if self.scales.block is not None:
+            values = values * blocks.expand(self.scales.block, self.quantizer.window(self.axis))
+        values = copy_sign(values, self.source).astype(self.quantizer.format.operand_dtype)
+        return Operand(values[..., : self.shape[-2], : self.shape[-1]], self.scales.tensor)
 
     def pack(self, length: int, axis: int, dtype: np.dtype[Any]) -> QTensor:
         """The `QTensor` for an original array with this block axis, its length and dtype."""
-        format = self.quantizer.format
+        format, scales = self.quantizer.format, self.scales
         bits = format.element.bits
-        sign = (float_bits(self.source) >> jnp.uint32(31)).astype(jnp.uint8)
-        codes = steps_code(self.steps, format.element) | (sign << jnp.uint8(bits - 1))
-        codes = pack_elements(codes, bits, self.axis)
+        codes = pack_elements(self.code, bits, self.axis)
         *_, rows, columns = self.shape if self.axis == -1 else _swapped(self.shape)
-        block_scales = pack_scales(self.scales.block, format.scale)
+        block_scales, tensor = None, scales.tensor
+        if format.scale is not None:
+            assert scales.block is not None
+            block_scales = pack_scales(scales.block, scales.alternative, format.scale)
+            if self.axis == -2:
+                block_scales = jnp.swapaxes(block_scales, -1, -2)
+        if self.quantizer.rule.per_row:
+            assert tensor is not None
+            tensor = jnp.squeeze(tensor, self.axis)[..., :rows]
         return QTensor(
             codes=codes[..., :rows, : -(-columns * bits // 8)],
-            block_scales=block_scales if self.axis == -1 else jnp.swapaxes(block_scales, -1, -2),
-            tensor_scale=self.scales.tensor,
+            block_scales=block_scales,
+            tensor_scale=tensor,
             quantizer=self.quantizer,
             axis=axis,
             length=length,
             dtype=dtype,
         )
-
-    def _cut(self, values: Array) -> Array:
-        return values[..., : self.shape[-2], : self.shape[-1]]
 
 
 def encode(x: Array, quantizer: Quantizer, axis: int, words: Array | None) -> Encoded:
@@ -124,15 +132,16 @@ def encode(x: Array, quantizer: Quantizer, axis: int, words: Array | None) -> En
     Inside a jitted function only: eager execution may round intermediate sums otherwise.
 
     Args:
-      x: float32, bfloat16 or float16.
+      x: float16, bfloat16, float32 or float64.
       quantizer: what to do.
       axis: the block axis, -1 or -2.
-      words: uint32[2] that name the random stream, for stochastic rounding.
+      words: uint32[2, 2] that name the random streams of elements and scales, if it needs a key.
     """
-    window = quantizer.window(axis)
-    hadamard = quantizer.hadamard
+    if quantizer.watch is not None:
+        report_non_finite(x, quantizer.watch)
+    format, hadamard, window = quantizer.format, quantizer.hadamard, quantizer.window(axis)
     shape = list(x.shape)
-    y = x.astype(jnp.float32)
+    y = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     if hadamard is not None:
         shape[axis] = blocks.ceil_to(shape[axis], hadamard.size)
         y = blocks.pad(y, (1, hadamard.size) if axis == -1 else (hadamard.size, 1))
@@ -141,42 +150,81 @@ def encode(x: Array, quantizer: Quantizer, axis: int, words: Array | None) -> En
             # Not astype and back, which compilers drop.
             y = lax.reduce_precision(y, exponent_bits=8, mantissa_bits=7)
         y = lax.optimization_barrier(y)
-    y = blocks.pad(y, window)
+    # Without blocks, to whole bytes.
+    y = blocks.pad(y, window or ((1, 2) if axis == -1 else (2, 1)))
+    source = y.astype(jnp.float32)
 
-    scales = _scales(y, x if hadamard is None else y, quantizer, window)
-    steps = to_steps(y * blocks.expand(scales.encode, window), quantizer.format.element)
-    random = None if words is None else random_bits(words, y.shape, axis)
-    steps = quantizer.rounding(steps, random)
-    return Encoded(y, steps, scales, quantizer, axis, tuple(shape))
+    # The unpadded input has the same magnitudes, in the form that costs least to keep at hand.
+    magnitudes = x if hadamard is None and x.dtype != jnp.float64 else source
+    scales = _scales(source, magnitudes, quantizer, axis, None if words is None else words[1])
+    factor = blocks.expand(scales.encode, window)
+    ratio = y * factor if y is source else _to_odd(y * factor.astype(y.dtype))
+    random = None
+    if quantizer.rounding.needs_key:
+        assert words is not None
+        random = random_bits(words[0], y.shape, axis)
+
+    def rounded(element: ElementType) -> tuple[Array, Array]:
+        steps = quantizer.rounding(to_steps(ratio, element), random)
+        code = signed_code(steps_code(steps, element), source, element)
+        return steps_value(steps, element), code
+
+    magnitude, code = rounded(format.element)
+    if format.alternative is not None:
+        assert scales.alternative is not None
+        other = blocks.expand(scales.alternative, window)
+        magnitude, code = (
+            jnp.where(other, a, b)
+            for a, b in zip(rounded(format.alternative), (magnitude, code), strict=True)
+        )
+    return Encoded(source, magnitude, code, scales, quantizer, axis, tuple(shape))
 
 
-def _scales(y: Array, source: Array, quantizer: Quantizer, window: blocks.Window) -> Scales:
+def _scales(
+    y: Array, magnitudes: Array, quantizer: Quantizer, axis: int, words: Array | None
+) -> Scales:
     """The scale rule's answer; a block with a NaN or inf gets a NaN scale and disturbs no other.
 
-    ``source`` has the magnitudes of ``y``, in the form that costs least to keep at hand.
+    ``magnitudes`` has the magnitudes of ``y``.
     """
-    rule, format = quantizer.scale_rule, quantizer.format
+    rule, format, window = quantizer.rule, quantizer.format, quantizer.window(axis)
     infinity = jnp.float32(np.inf)
     block_amax = blocks.amax(y, window)
     largest = jnp.max(block_amax)
 
     def finite() -> Scales:
-        return rule(block_amax, largest, format)
+        tensor_amax = jnp.max(block_amax, axis, keepdims=True) if rule.per_row else largest
+        return rule(Blocks(y, block_amax, tensor_amax, window, axis, format, words))
 
     def not_finite() -> Scales:
         good = block_amax < infinity
-        magnitude = jnp.abs(source.astype(jnp.float32))
-        tensor_amax = jnp.max(jnp.where(magnitude < infinity, magnitude, 0))
-        scales = rule(jnp.where(good, block_amax, 0), tensor_amax, format)
+        kept = jnp.abs((y if rule.per_row else magnitudes).astype(jnp.float32))
+        kept = jnp.where(kept < infinity, kept, 0)
+        tensor_amax = jnp.max(kept, axis, keepdims=True) if rule.per_row else jnp.max(kept)
+        amax = jnp.where(good, block_amax, 0)
+        scales = rule(Blocks(y, amax, tensor_amax, window, axis, format, words))
+        nan = jnp.float32(np.nan)
+        if scales.block is None:
+            return scales._replace(tensor=nan, encode=jnp.float32(0))
         return scales._replace(
-            block=jnp.where(good, scales.block, jnp.float32(np.nan)),
-            encode=jnp.where(good, scales.encode, 0),
+            block=jnp.where(good, scales.block, nan), encode=jnp.where(good, scales.encode, 0)
         )
 
     # The condition spares the common case a second pass over the elements. It also keeps the
     # scales from being computed again for every element: compilers do not fuse across it, while
     # XLA before jax 0.11 drops an optimization_barrier on CPUs.
     return lax.cond(largest < infinity, finite, not_finite)
+
+
+def _to_odd(x: Array) -> Array:
+    """float64 to float32, rounded to odd: what is rounded again afterwards is rounded once."""
+    down = lax.reduce_precision(x, exponent_bits=11, mantissa_bits=23)
+    nearest = down.astype(jnp.float32)
+    bits = float_bits(nearest)
+    too_far = jnp.abs(down) > jnp.abs(x)
+    towards_zero = bits - too_far.astype(jnp.uint32)
+    inexact = down != x
+    return bits_float(jnp.where(inexact, towards_zero | jnp.uint32(1), bits))
 
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -188,19 +236,25 @@ def _checked(
 ) -> tuple[Array, Quantizer, int, Array | None]:
     quantizer = as_quantizer(format_or_quantizer)
     x = jnp.asarray(x)
-    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise TypeError(f"x must be float32, bfloat16 or float16, not {x.dtype}{list(x.shape)}")
+    if x.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
+        raise TypeError(
+            f"x must be float16, bfloat16, float32 or float64, not {x.dtype}{list(x.shape)}"
+        )
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x must have at least one axis and one element, not shape {x.shape}")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis must be from {-x.ndim} to {x.ndim - 1} for {x.shape}, not {axis}")
-    needs_key = quantizer.rounding.needs_key
-    if needs_key and key is None:
-        raise ValueError(f"key is missing: {quantizer.rounding} needs a JAX PRNG key")
-    if key is not None and not needs_key:
+    if quantizer.needs_key and key is None:
+        raise ValueError(f"key is missing: {_chance(quantizer)} needs a JAX PRNG key")
+    if key is not None and not quantizer.needs_key:
         raise ValueError(f"key must be None: {quantizer.rounding} uses no random bits")
     words = None if key is None else key_words(key, 1)[0]
     return x, quantizer, axis % x.ndim - x.ndim, words
+
+
+def _chance(quantizer: Quantizer) -> str:
+    """The part of the quantizer that draws random bits, for a message."""
+    return str(quantizer.rounding if quantizer.rounding.needs_key else quantizer.scale_rule)
 
 
 def _encode_any(
@@ -219,7 +273,7 @@ def _encode_any(
 def _quantize(quantizer: Quantizer, axis: int, x: Array, words: Array | None) -> QTensor:
     encoded, _ = _encode_any(x, quantizer, axis, words)
     q = encoded.pack(x.shape[axis], axis, np.dtype(x.dtype))
-    return jax.tree.map(lambda a: a[0] if a.ndim == 2 else a, q) if x.ndim == 1 else q
+    return jax.tree.map(lambda a: a[0] if a.ndim else a, q) if x.ndim == 1 else q
 
 
 @refuse_derivative("fp4jax.fake_quantize has no derivative; differentiate fp4jax.dot_general", 2)

@@ -5,7 +5,7 @@ import dataclasses
 from fp4jax.formats import Format
 from fp4jax.hadamard import Hadamard
 from fp4jax.rounding import Nearest, Rounding
-from fp4jax.scaling import AmaxScale
+from fp4jax.scaling import ScaleRule, default_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,44 +15,52 @@ class Quantizer:
     Attributes:
       format: such as ``fp4jax.NVFP4``.
       tile: extent of a block across and along the block axis; by default (1, format.block). With
-        (16, 16) a matrix and its transpose have the same codes.
-      rounding: of the elements; scales are always rounded to nearest.
-      scale_rule: from block maxima to scales.
+        (16, 16) a matrix and its transpose have the same codes. None for a format without blocks.
+      rounding: of the elements.
+      scale_rule: from blocks to scales; by default `AmaxScale`, for MX formats
+        ``PowerOfTwo("floor")``, for a format with two grids `BetterElement`.
       hadamard: a transform of the block axis before anything else, or None.
+      watch: name under which non-finite elements are reported (see `fp4jax.checked`), or None.
 
     Raises:
-      ValueError: if the tile does not fit the format.
+      ValueError: if the tile or the scale rule does not fit the format.
     """
 
     format: Format
     tile: tuple[int, int] | None = None
     rounding: Rounding = Nearest()
-    scale_rule: AmaxScale = AmaxScale()
+    scale_rule: ScaleRule | None = None
     hadamard: Hadamard | None = None
+    watch: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
             raise TypeError(f"format must be a Format such as fp4jax.NVFP4, not {self.format!r}")
-        block = self.format.block
-        tile = (1, block) if self.tile is None else tuple(self.tile)
-        if len(tile) != 2 or tile[0] not in (1, block) or tile[1] != block:
-            raise ValueError(
-                f"tile must be (1, {block}) or ({block}, {block}) for {self.format!r}, "
-                f"not {self.tile}"
-            )
-        object.__setattr__(self, "tile", tile)
+        object.__setattr__(self, "tile", _checked_tile(self.tile, self.format))
+        if self.scale_rule is None:
+            object.__setattr__(self, "scale_rule", default_rule(self.format))
+        self.rule.check(self.format, self.tile)
+
+    @property
+    def rule(self) -> ScaleRule:
+        """The scale rule, never None."""
+        assert self.scale_rule is not None
+        return self.scale_rule
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether it draws random bits."""
+        return self.rounding.needs_key or self.rule.needs_key
 
     @property
     def square(self) -> bool:
         """Whether a matrix and its transpose quantize to the same numbers."""
-        assert self.tile is not None
-        return self.tile[0] == self.tile[1] and self.hadamard is None
+        same_blocks = self.tile is None or self.tile[0] == self.tile[1]
+        return same_blocks and self.hadamard is None and not self.needs_key
 
-    def window(self, axis: int) -> tuple[int, int]:
+    def window(self, axis: int) -> tuple[int, int] | None:
         """The block's extent over the last two axes when ``axis`` (-1 or -2) is the block axis."""
-        assert self.tile is not None
-        across, along = self.tile
-        return (across, along) if axis == -1 else (along, across)
+        return self.tile if self.tile is None or axis == -1 else self.tile[::-1]
 
 
 def as_quantizer(format_or_quantizer: Format | Quantizer) -> Quantizer:
@@ -65,3 +73,18 @@ def as_quantizer(format_or_quantizer: Format | Quantizer) -> Quantizer:
         "format_or_quantizer must be a Format such as fp4jax.NVFP4 or a Quantizer, "
         f"not {format_or_quantizer!r}"
     )
+
+
+def _checked_tile(tile: tuple[int, int] | None, format: Format) -> tuple[int, int] | None:
+    block = format.block
+    if block is None:
+        if tile is not None:
+            raise ValueError(f"tile must be None for {format!r}, which has no blocks, not {tile}")
+        return None
+    allowed = [(1, block), (block, block)]
+    if tile is None:
+        return allowed[0]
+    for pair in allowed:
+        if tuple(tile) == pair:
+            return pair
+    raise ValueError(f"tile must be {allowed[0]} or {allowed[1]} for {format!r}, not {tile}")

@@ -11,9 +11,15 @@ from fp4jax.quantizer import Quantizer
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """An operand that is not quantized, only converted to a floating-point dtype."""
+    """An operand that is not quantized, only converted to a floating-point dtype.
+
+    Attributes:
+      dtype: to convert to.
+      watch: name under which non-finite elements are reported (see `fp4jax.checked`), or None.
+    """
 
     dtype: np.dtype[Any]
+    watch: str | None = None
 
     hadamard = None
     needs_key = False
@@ -79,7 +85,7 @@ class Recipe:
     def needs_key(self) -> bool:
         """Whether some operand is rounded stochastically."""
         rules = [rule for gemm in self.gemms for rule in (gemm.lhs, gemm.rhs)]
-        return any(isinstance(rule, Quantizer) and rule.rounding.needs_key for rule in rules)
+        return any(rule.needs_key for rule in rules)
 
     def replace(self, **changes: Any) -> "Recipe":
         """A copy with some fields changed; unless named anew it is called ``NAME*``."""

@@ -79,12 +79,32 @@ def steps_code(steps: Steps, grid: ElementType) -> Array:
 
 
 def code_value(code: Array, grid: ElementType) -> Array:
-    """The float32 magnitude of an unsigned bit pattern (uint8), the inverse of `steps_code`."""
+    """The float32 magnitude of a pattern (uint8) without its sign, the inverse of `steps_code`."""
     wide = code.astype(jnp.uint32)
     m = grid.mantissa_bits
     normal = bits_float((wide << (23 - m)) + jnp.uint32((grid.min_exponent - 1 + _BIAS) << 23))
     subnormal = code.astype(jnp.float32) * jnp.float32(2.0 ** (grid.min_exponent - m))
     return jnp.where(wide < jnp.uint32(1 << m), subnormal, normal)
+
+
+def signed_code(code: Array, sign: Array, grid: ElementType) -> Array:
+    """A magnitude's pattern with the sign of ``sign`` (float32) put in, uint8."""
+    negative = (float_bits(sign) >> jnp.uint32(31)).astype(jnp.uint8)
+    if grid.twos_complement:
+        mask = jnp.uint8((1 << grid.bits) - 1)
+        return jnp.where(negative != 0, jnp.uint8(0) - code, code) & mask
+    return code | (negative << jnp.uint8(grid.bits - 1))
+
+
+def signed_value(code: Array, grid: ElementType) -> Array:
+    """The float32 number of a signed pattern, uint8."""
+    half = jnp.uint8(1 << (grid.bits - 1))
+    negative = code & half
+    magnitude = code & (half - jnp.uint8(1))
+    if grid.twos_complement:
+        magnitude = jnp.where(negative != 0, half - magnitude, magnitude)
+    sign = negative.astype(jnp.uint32) << (32 - grid.bits)
+    return bits_float(float_bits(code_value(magnitude, grid)) | sign)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +152,15 @@ Rounding = Nearest | Stochastic
 
 
 def key_words(key: Array, operands: int) -> Array:
-    """uint32[operands, 2]: for each operand of a key, the two words that name its random stream.
+    """uint32[operands, 2, 2]: for each operand of a key, the words that name its random streams.
+
+    An operand has a stream for its elements and one for its scales; two words name a stream.
 
     Args:
       key: a JAX PRNG key, typed or raw.
-      operands: how many independent streams are wanted.
+      operands: how many there are.
     """
-    return jax.random.bits(key, (operands, 2), jnp.uint32)
+    return jax.random.bits(key, (operands, 2, 2), jnp.uint32)
 
 
 def random_bits(words: Array, shape: Sequence[int], axis: int) -> Array:

@@ -97,7 +97,7 @@ def test_stochastic_takes_8_16_or_32_bits():
 
 
 def generate(seed, shape, axis=-1, operand=0):
-    words = rounding.key_words(jax.random.key(seed), operand + 1)[operand]
+    words = rounding.key_words(jax.random.key(seed), operand + 1)[operand, 0]
     return np.asarray(rounding.random_bits(words, shape, axis))
 
 
