@@ -49,7 +49,8 @@ E4M3 = ElementType("e4m3", 8, 3, -6, 448.0, np.dtype(jnp.float8_e4m3fn))
 E5M2 = ElementType("e5m2", 8, 2, -14, 57344.0, np.dtype(jnp.float8_e5m2))
 INT4 = ElementType("int4", 4, 2, 2, 7.0, np.dtype(jnp.int4), twos_complement=True)
 FP32 = ElementType("fp32", 32, 23, -126, float(np.finfo(np.float32).max), np.dtype(np.float32))
-# Powers of two. Byte 0, 2**-127, is below the smallest normal float32 and counts as 0 everywhere.
+# Powers of two. Byte 0 means 2**-127, below the smallest normal float32: it is handled as 0.0 until
+# it multiplies an element (`fp4jax.qtensor.scale_elements`).
 E8M0 = ElementType("e8m0", 8, 0, -126, 2.0**127, np.dtype(jnp.float8_e8m0fnu), signed=False)
 # E5M3 without a sign: enough range to do without a tensor scale.
 UE5M3 = ElementType("ue5m3", 8, 3, -14, 114688.0, np.dtype(np.uint8), signed=False)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from fp4jax import blocks
-from fp4jax.formats import E2M1, ElementType, Format
+from fp4jax.formats import E2M1, E8M0, ElementType, Format
 from fp4jax.parts import Axis, per
 from fp4jax.quantizer import Quantizer
 from fp4jax.rounding import code_value, signed_value, steps_code, to_steps
@@ -187,6 +187,16 @@ def pack_scales(block: Array, alternative: Array | None, scale: ElementType) -> 
     return lax.bitcast_convert_type(codes, scale.dtype)
 
 
+def scale_elements(values: Array, scales: Array, scale: ElementType) -> Array:
+    """Elements times their block scales, both float32 of the same shape."""
+    if scale == E8M0:
+        # 2**-127 in two factors, behind a choice each, or compilers would multiply them to 0.
+        smallest = scales == 0
+        values = jnp.where(smallest, values * jnp.float32(0.5), values)
+        scales = jnp.where(smallest, jnp.float32(2.0**-126), scales)
+    return values * scales
+
+
 def _unpack_scales(stored: Array, format: Format) -> tuple[Array, Array | None]:
     """The block scales in float32, and which blocks use the format's alternative grid."""
     scale = format.scale
@@ -225,7 +235,8 @@ def _operand(q: QTensor) -> Operand:
             assert format.alternative is not None
             other = signed_value(codes, format.alternative)
             values = jnp.where(per_element(alternative), other, values)
-        values = values * per_element(scales)
+        assert format.scale is not None
+        values = scale_elements(values, per_element(scales), format.scale)
     values = values.astype(format.operand_dtype)
     if q.quantizer.hadamard is None:
         values = values[..., : q.length]

@@ -11,7 +11,14 @@ from jax.typing import ArrayLike
 
 from fp4jax import blocks
 from fp4jax.formats import ElementType, Format
-from fp4jax.qtensor import Operand, QTensor, decode_operand, pack_elements, pack_scales
+from fp4jax.qtensor import (
+    Operand,
+    QTensor,
+    decode_operand,
+    pack_elements,
+    pack_scales,
+    scale_elements,
+)
 from fp4jax.quantizer import Quantizer, as_quantizer
 from fp4jax.refuse import refuse_derivative
 from fp4jax.rounding import (
@@ -94,10 +101,12 @@ class Encoded(NamedTuple):
 
     def operand(self) -> Operand:
         """Elements times block scales in the layout of the input."""
-        values = self.magnitude
-        if self.scales.block is not None:
-            values = values * blocks.expand(self.scales.block, self.quantizer.window(self.axis))
-        values = copy_sign(values, self.source).astype(self.quantizer.format.operand_dtype)
+        format, values = self.quantizer.format, self.magnitude
+        if format.scale is not None:
+            assert self.scales.block is not None
+            scales = blocks.expand(self.scales.block, self.quantizer.window(self.axis))
+            values = scale_elements(values, scales, format.scale)
+        values = copy_sign(values, self.source).astype(format.operand_dtype)
         return Operand(values[..., : self.shape[-2], : self.shape[-1]], self.scales.tensor)
 
     def pack(self, length: int, axis: int, dtype: np.dtype[Any]) -> QTensor:

@@ -187,14 +187,19 @@ class PowerOfTwo:
     def __call__(self, blocks: Blocks) -> Scales:
         element = blocks.format.element
         bits, emax = float_bits(blocks.amax), int(np.floor(np.log2(element.max)))
+        lowered: Array | int = emax
         if self.mode == "rceil":
-            bits, emax = float_bits(blocks.amax / _each(element.max, blocks.amax)), 0
+            # Small maxima are raised by 2**24, so that the quotient is no subnormal number.
+            small = blocks.amax < jnp.float32(1)
+            raised = jnp.where(small, blocks.amax * jnp.float32(2.0**24), blocks.amax)
+            bits = float_bits(raised / _each(element.max, raised))
+            lowered = jnp.where(small, jnp.int32(24), jnp.int32(0))
         if self.mode == "even":
             bits = bits + jnp.uint32(1 << (22 - element.mantissa_bits))
         elif self.mode in ("ceil", "rceil"):
             bits = bits + jnp.uint32(0x7FFFFF)
-        # The scale's exponent field; 0 stands for 2**-127, which float32 flushes to 0.
-        field = jnp.clip((bits >> jnp.uint32(23)).astype(jnp.int32) - emax, 0, 254)
+        # The scale's exponent field; 0 stands for 2**-127, which is no normal float32.
+        field = jnp.clip((bits >> jnp.uint32(23)).astype(jnp.int32) - lowered, 0, 254)
         shifted = field.astype(jnp.uint32) << jnp.uint32(23)
         return Scales(bits_float(shifted), bits_float(jnp.uint32(254 << 23) - shifted), None)
 
