@@ -1,4 +1,7 @@
-"""Speed, measured beside its rivals in the same run: ``python -m experiments.benchmark linear``."""
+"""Speed, measured beside its rivals in the same run.
+
+``python -m experiments.benchmark linear`` and ``python -m experiments.benchmark quantize``.
+"""
 
 import dataclasses
 import functools
@@ -7,12 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tyro
 from jax import Array, lax
 from rich.console import Console
 from rich.table import Table
 
 import fp4jax as fp4
+from experiments.peers import nvfp4_quantizers
 from experiments.timing import medians
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -53,8 +58,68 @@ def linear(options: Linear) -> Table:
             )
         time = medians(contenders, options.repeats)
         ratios = (time["nvfp4"] / time["gemms"], time["nvfp4"] / time["float32"])
-        table.add_row(str(size), *(f"{ms:.1f}" for ms in time.values()), *(f"{r:.2f}" for r in ratios))
+        table.add_row(
+            str(size), *(f"{ms:.1f}" for ms in time.values()), *(f"{r:.2f}" for r in ratios)
+        )
     return table
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantize:
+    """Quantizers on one float32 matrix, against a plain scaled copy and other projects'.
+
+    Attributes:
+      size: rows = columns.
+      repeats: timed rounds.
+    """
+
+    size: int = 4096
+    repeats: int = 9
+
+
+def quantize(options: Quantize) -> Table:
+    """A row per quantizer: median milliseconds and the ratio to the copy."""
+    nvfp4 = fp4.Quantizer(fp4.NVFP4)
+    square = fp4.Quantizer(fp4.NVFP4, tile=(16, 16))
+    stochastic = fp4.Quantizer(fp4.NVFP4, rounding=fp4.Stochastic())
+    rotated = fp4.Quantizer(fp4.NVFP4, hadamard=fp4.Hadamard(16))
+    key = jax.random.key(1)
+    x = jax.random.normal(jax.random.key(0), (options.size, options.size))
+    contenders: dict[str, Callable[[], Any]] = {
+        "scaled copy": _InPlace(lambda x: x * 1.0001, x),
+        "fake 1x16": _InPlace(lambda x: fp4.fake_quantize(x, nvfp4), x),
+        "fake 1x16 stochastic": _InPlace(lambda x: fp4.fake_quantize(x, stochastic, key=key), x),
+        "fake 16x16": _InPlace(lambda x: fp4.fake_quantize(x, square), x),
+        "fake 1x16 along axis 0": _InPlace(lambda x: fp4.fake_quantize(x, nvfp4, axis=0), x),
+        "fake 1x16 RHT along axis 0": _InPlace(lambda x: fp4.fake_quantize(x, rotated, axis=0), x),
+        "packed 1x16": functools.partial(fp4.quantize, x, nvfp4),
+        "packed 16x16": functools.partial(fp4.quantize, x, square),
+        "packed 1x16 along axis 0": functools.partial(fp4.quantize, x, nvfp4, 0),
+        **dict(nvfp4_quantizers(np.asarray(x))),
+    }
+    time = medians(contenders, options.repeats)
+    table = Table(title=f"NVFP4, {options.size}x{options.size} float32, ms ({versions()})")
+    for column in ("quantizer", "ms", "/ copy", "/ fake 1x16"):
+        table.add_column(column, justify="left" if column == "quantizer" else "right")
+    for name, ms in time.items():
+        ratios = (ms / time["scaled copy"], ms / time["fake 1x16"])
+        table.add_row(name, f"{ms:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
+    return table
+
+
+class _InPlace:
+    """A function of an array, run again and again on the same donated buffer.
+
+    A fresh output of this size costs more in page faults than any arithmetic on it.
+    """
+
+    def __init__(self, function: Callable[[Array], Array], x: Array) -> None:
+        self.function = jax.jit(function, donate_argnums=0)
+        self.buffer = jnp.array(x)
+
+    def __call__(self) -> Array:
+        self.buffer = self.function(self.buffer)
+        return self.buffer
 
 
 @jax.jit
@@ -90,8 +155,9 @@ def versions() -> str:
 
 def main() -> None:
     """Runs the benchmark that the command line names."""
-    options = tyro.extras.subcommand_cli_from_dict({"linear": Linear})
-    Console(width=120).print(linear(options))
+    options = tyro.extras.subcommand_cli_from_dict({"linear": Linear, "quantize": Quantize})
+    table = linear(options) if isinstance(options, Linear) else quantize(options)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

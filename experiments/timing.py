@@ -1,4 +1,4 @@
-"""Medians of interleaved runs: rivals are timed in turn, so that a noisy machine slows them alike."""
+"""Medians of interleaved runs: rivals take turns, so that a noisy machine slows them alike."""
 
 import statistics
 import time
