@@ -112,9 +112,11 @@ def test_ctrl_c_leaves_a_report_of_what_was_done(tmp_path, text):
     out = tmp_path / "out"
     command = ["--model", "nano", "--data", text, "--out", str(out), "--steps", "100000"]
     command += "--batch 2 --sequence 32 --evals 10000 --validation 4 --recipes bf16 nvfp4".split()
-    # A process of its own, with the nano model put among the models, as the fixture does here.
+    # A process of its own, with the nano model put among the models, as the fixture does here, and
+    # with Ctrl-C as on a terminal: a shell that runs tests in the background has it ignored.
     program = (
-        "import sys; from experiments import compare; from fp4jax.models import HybridConfig; "
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from experiments import compare; from fp4jax.models import HybridConfig; "
         f"compare.MODELS['nano'] = lambda: {NANO!r}; sys.exit(compare.main({command!r}))"
     )
     process = subprocess.Popen(

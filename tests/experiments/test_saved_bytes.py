@@ -54,8 +54,8 @@ def test_quantized_layers_keep_packed_operands(recipe, bits, weight_bits):
     )
     x = activation(shape=(4, 16, FEATURES_IN))
     expected = (64 * FEATURES_IN * bits + FEATURES_IN * FEATURES_OUT * weight_bits) / 8
-    # Up to a hundred bytes more, for tensor scales and random words.
-    assert expected <= saved_bytes(layer, x) < expected + 100
+    # And a little for tensor scales and random words.
+    assert expected <= saved_bytes(layer, x) < expected + 128
 
 
 @pytest.mark.parametrize(

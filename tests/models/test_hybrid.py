@@ -120,15 +120,13 @@ def test_no_position_sees_a_later_token(pattern):
     for t in (1, 15, 16, 17, 39):  # around the ends of chunks of 16
         after = run(model, tokens.at[:, t].add(1) % SMALL.vocab_size)
         np.testing.assert_allclose(after[:, :t], before[:, :t], rtol=0, atol=1e-6)
-        changed = np.abs(after - before).max(axis=(0, 2))[t:]
-        assert np.all(changed[: 40 - t] > 1e-6)  # and that token does reach all that follow
+        changed = np.abs(after - before).max(axis=(0, 2))
+        assert np.all(changed[t:] > 1e-6)  # and that token does reach all that follow
 
 
 @pytest.mark.parametrize("pattern", ["M", "*", "M*-M"])
 def test_no_gradient_flows_back_from_an_earlier_position(pattern):
-    graph, state = nnx.split(
-        Hybrid(dataclasses.replace(SMALL, pattern=pattern), rngs=nnx.Rngs(0))
-    )
+    graph, state = nnx.split(Hybrid(dataclasses.replace(SMALL, pattern=pattern), rngs=nnx.Rngs(0)))
     tokens = jnp.arange(40)[None]  # each token once: its embedding row stands for its position
 
     @jax.jit

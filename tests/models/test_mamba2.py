@@ -93,7 +93,7 @@ def test_ssd_gradients_are_those_of_the_recurrence(groups, dt_scale):
 
 
 def test_a_large_decay_costs_later_steps_no_digits():
-    """A forgotten past must leave no rounding: with cumulative sums, 3e-5 would remain here."""
+    """A forgotten past must leave no rounding: with cumulative sums, 1e-5 would remain here."""
     arrays = inputs(16, 2)
     arrays[1][:, 0] = 100.0  # the first step decays by up to exp(-1600)
     got = ssd(*single(arrays), chunk=16)
