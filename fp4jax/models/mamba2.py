@@ -35,8 +35,8 @@ def segment_sums(x: Array) -> Array:
       Array of shape ``(..., n, n)``, target ``i`` before source ``j``.
     """
     n = x.shape[-1]
-    # One product with a constant of zeros and ones: cumulative sums are slower, even on a CPU,
-    # and this leaves nothing of the result's size to mask on the way back.
+    # One product with a constant of zeros and ones. Cumulative sums are slower, on a CPU too, and
+    # need an operand of the result's size.
     k, i, j = jnp.ogrid[:n, :n, :n]
     member = ((j < k) & (k <= i)).reshape(n, n * n).astype(x.dtype)
     sums = jnp.matmul(x, member, precision=_HIGHEST).reshape(*x.shape, n)
