@@ -206,7 +206,7 @@ class Hybrid(nnx.Module):
         self.embed = nnx.Embed(
             config.vocab_size,
             config.d_model,
-            embedding_init=nnx.initializers.normal(0.02),
+            embedding_init=nnx.initializers.normal(1.0),
             dtype=config.dtype,
             rngs=rngs,
         )

@@ -1,0 +1,43 @@
+# make compare   trains one small model in BF16, FP8 and NVFP4 and writes the report to runs/compare
+# make test      runs the tests
+# make lint      ruff and mypy
+# Each sets up the virtual environment it needs, and again only when pyproject.toml has changed.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: help setup compare test lint format clean
+
+help:
+	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "fp4jax needs Python 3.11 or newer; '$(PYTHON)' is" \
+	    "$$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+# XLA takes a fresh half gigabyte for each step: with huge pages most of its page faults go away.
+compare: $(READY)
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.compare --out runs/compare
+
+test: $(READY)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,1 @@
+"""Programs that put fp4jax to use: each is a config dataclass and a main."""

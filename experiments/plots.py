@@ -1,0 +1,116 @@
+"""The two figures of a comparison: loss curves, and the gap to the baseline along the way."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+
+# Okabe and Ito's palette, told apart by most colour-blind readers; black is for the baseline.
+BASELINE_COLOUR = "#000000"
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+
+Curve = dict[int, float]  # validation loss by step
+Curves = dict[str, dict[int, Curve]]  # by recipe and seed
+
+
+def loss_curves(results: dict[str, Any], path: Path) -> None:
+    """Validation loss against training tokens: a thin line per seed, a thick one for the mean."""
+    curves = _curves(results)
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for recipe, colour in _colours(results).items():
+        _draw(axes, list(curves.get(recipe, {}).values()), colour, recipe, results)
+    _frame(axes, results, "validation loss (nats per byte)", "Validation loss")
+    _skip_the_fall(axes, curves, results)
+    _save(figure, path)
+
+
+def gap_curves(results: dict[str, Any], path: Path) -> None:
+    """Relative gap to the baseline, same seed and step, against training tokens."""
+    curves = _curves(results)
+    baseline = results["config"]["baseline"]
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    axes.axhline(0, color=BASELINE_COLOUR, linewidth=1.5, label=baseline)
+    for recipe, colour in _colours(results).items():
+        if recipe != baseline:
+            gaps = [
+                _gap(curve, curves.get(baseline, {}).get(seed, {}))
+                for seed, curve in curves.get(recipe, {}).items()
+            ]
+            _draw(axes, gaps, colour, recipe, results)
+    _frame(axes, results, f"validation loss above {baseline} (%)", f"Gap to {baseline}")
+    _save(figure, path)
+
+
+def _curves(results: dict[str, Any]) -> Curves:
+    curves: Curves = {}
+    for run in results["runs"]:
+        curve = {step: loss for step, loss in run["val_curve"] if loss is not None}
+        curves.setdefault(run["recipe"], {})[run["seed"]] = curve
+    return curves
+
+
+def _colours(results: dict[str, Any]) -> dict[str, str]:
+    config = results["config"]
+    others = [recipe for recipe in config["recipes"] if recipe != config["baseline"]]
+    colours = {recipe: COLOURS[i % len(COLOURS)] for i, recipe in enumerate(others)}
+    return {config["baseline"]: BASELINE_COLOUR} | colours
+
+
+def _gap(curve: Curve, baseline: Curve) -> Curve:
+    # Before the first step there is no gap that training made.
+    return {s: 100 * (loss / baseline[s] - 1) for s, loss in curve.items() if s and s in baseline}
+
+
+def _draw(
+    axes: Axes, curves: list[Curve], colour: str, label: str, results: dict[str, Any]
+) -> None:
+    tokens = _tokens_per_step(results)
+    if len(curves) > 1:
+        for curve in curves:
+            axes.plot(
+                [s * tokens for s in curve], list(curve.values()), color=colour, alpha=0.35, lw=0.8
+            )
+    steps = sorted(set().union(*curves)) if curves else []
+    shared = [s for s in steps if all(s in curve for curve in curves)]
+    mean = [np.mean([curve[s] for curve in curves]) for s in shared]
+    label = f"{label} (mean of {len(curves)} seeds)" if len(curves) > 1 else label
+    x = [s * tokens for s in shared]
+    axes.plot(x, mean, color=colour, lw=1.8, marker="o", markersize=3.5, label=label)
+
+
+def _frame(axes: Axes, results: dict[str, Any], ylabel: str, title: str) -> None:
+    tokens, decay = _tokens_per_step(results), results["config"]["decay_from"]
+    axes.axvline(decay * tokens, color="0.6", lw=1, ls=":", label="learning rate starts to decay")
+    axes.set_xlabel("training tokens (bytes of text)")
+    axes.set_ylabel(ylabel)
+    axes.set_title(f"{title}: model {results['config']['model']}, {results['corpus']['name']}")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _skip_the_fall(axes: Axes, curves: Curves, results: dict[str, Any]) -> None:
+    """Leaves the first tenth of the steps, a steep fall from chance level, above the frame."""
+    steps = results["config"]["training"]["steps"]
+    points = [(s, loss) for runs in curves.values() for c in runs.values() for s, loss in c.items()]
+    late = [loss for step, loss in points if step >= steps / 10]
+    if late:
+        margin = 0.05 * (max(late) - min(late)) or 0.1
+        axes.set_ylim(min(late) - margin, max(late) + margin)
+
+
+def _tokens_per_step(results: dict[str, Any]) -> int:
+    training = results["config"]["training"]
+    return training["batch"] * training["sequence"]
+
+
+def _save(figure: plt.Figure, path: Path) -> None:
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,261 @@
+"""What a comparison leaves behind: results.json, and report.md with two figures for a reader."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments import plots
+from experiments.gaps import relative_gap
+from experiments.train import Progress
+
+Curve = list[tuple[int, float]]
+
+
+@dataclasses.dataclass
+class Run:
+    """One training run as it goes on; what is here when it is cut short goes in the report.
+
+    Attributes:
+      recipe: its name.
+      seed: of the weights, the batches and the stochastic rounding.
+      params: number of parameters.
+      saved_bytes_per_linear: kept for the backward pass by one quantized linear layer, mean.
+      tokens_per_step: bytes of text in a batch.
+      status: how it ended; that it was interrupted, until it has ended in another way.
+      until: steps to do.
+      steps: done.
+      tokens_per_second: of training, without compilation and evaluation.
+      val_curve: (step, validation loss), nats per byte.
+      train_curve: (step, training loss of one batch), nats per byte.
+    """
+
+    recipe: str
+    seed: int
+    params: int
+    saved_bytes_per_linear: float
+    tokens_per_step: int
+    until: int
+    status: Literal["interrupted", "diverged", "finished"] = "interrupted"
+    steps: int = 0
+    tokens_per_second: float | None = None
+    val_curve: Curve = dataclasses.field(default_factory=list)
+    train_curve: Curve = dataclasses.field(default_factory=list)
+
+    def add(self, progress: Progress) -> None:
+        """Takes note of where the run stands."""
+        self.steps = progress.step
+        self.tokens_per_second = progress.tokens_per_second
+        if progress.train_loss is not None:
+            self.train_curve.append((progress.step, progress.train_loss))
+        if progress.validation_loss is not None:
+            self.val_curve.append((progress.step, progress.validation_loss))
+            if not math.isfinite(progress.validation_loss):
+                self.status = "diverged"
+            elif progress.step == self.until:
+                self.status = "finished"
+
+    @property
+    def final_val_loss(self) -> float | None:
+        return self.val_curve[-1][1] if self.status == "finished" else None
+
+
+def results(
+    config: dict[str, Any], corpus: dict[str, Any], versions: dict[str, str], runs: Sequence[Run]
+) -> dict[str, Any]:
+    """Everything there is to report, as plain values for JSON."""
+    return {
+        "config": config,
+        "corpus": corpus,
+        "versions": versions,
+        "runs": [_run(run) for run in runs],
+        "gaps": _gaps(config["recipes"], config["baseline"], runs),
+    }
+
+
+def write(folder: Path, results: dict[str, Any]) -> None:
+    """Writes results.json, report.md, loss.png and gap.png; all but the first from the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    plots.loss_curves(results, folder / "loss.png")
+    plots.gap_curves(results, folder / "gap.png")
+    (folder / "report.md").write_text(markdown(results))
+
+
+def _run(run: Run) -> dict[str, Any]:
+    return {
+        "recipe": run.recipe,
+        "seed": run.seed,
+        "status": run.status,
+        "params": run.params,
+        "steps": run.steps,
+        "tokens": run.steps * run.tokens_per_step,
+        "final_val_loss": run.final_val_loss,
+        "val_curve": _curve(run.val_curve),
+        "train_curve": _curve(run.train_curve),
+        "tokens_per_second": run.tokens_per_second,
+        "saved_bytes_per_linear": run.saved_bytes_per_linear,
+    }
+
+
+def _curve(curve: Curve) -> list[list[float | None]]:
+    # JSON has no word for a loss that is not finite.
+    return [[step, loss if math.isfinite(loss) else None] for step, loss in curve]
+
+
+def _gaps(recipes: Sequence[str], baseline: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The gap of each recipe over the seeds that it and the baseline have both finished."""
+    losses: dict[str, dict[int, float]] = {recipe: {} for recipe in recipes}
+    for run in runs:
+        if run.final_val_loss is not None:
+            losses[run.recipe][run.seed] = run.final_val_loss
+    gaps = []
+    for recipe in recipes:
+        seeds = [seed for seed in losses[recipe] if seed in losses[baseline]]
+        if recipe != baseline and seeds:
+            gap = relative_gap(
+                [losses[recipe][seed] for seed in seeds], [losses[baseline][seed] for seed in seeds]
+            )
+            gaps.append(
+                {
+                    "recipe": recipe,
+                    "baseline": baseline,
+                    "relative_gap_percent": gap.mean,
+                    "seeds": seeds,
+                    "per_seed": list(gap.per_seed),
+                    "ci95": list(gap.ci95) if gap.ci95 else None,
+                }
+            )
+    return gaps
+
+
+# The report in words
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """report.md: what came out, how sure it is, and how to get it again."""
+    config, corpus = results["config"], results["corpus"]
+    training, ends = config["training"], config["bf16_blocks"]
+    sections = [
+        f"# {', '.join(config['recipes'])}: one model, the same weights, the same batches",
+        summary(results),
+        "![Validation loss](loss.png)",
+        f"![Gap to {config['baseline']}](gap.png)",
+        "## What was run",
+        _listing(
+            {
+                "command": f"`{config['command']}`",
+                "model": f"{config['model']}, {results['runs'][0]['params']:,} parameters; BF16 "
+                f"in the linear layers of the first {ends['first']} and last {ends['last']} blocks",
+                "text": f"{corpus['name']}, {corpus['bytes']:,} bytes, sha256 `{corpus['sha256']}`",
+                "training": f"{training['steps']} steps of {training['batch']} sequences of "
+                f"{training['sequence']} bytes, peak learning rate {training['learning_rate']:g}",
+                "evaluation": f"{training['validation']} sequences from held-out blocks",
+                "versions": ", ".join(f"{k} {v}" for k, v in results["versions"].items()),
+            }
+        ),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The part of the report that says what came out."""
+    findings = "\n".join(f"- {sentence}" for sentence in _findings(results))
+    return "\n\n".join(filter(None, [_unfinished(results), _table(results), findings]))
+
+
+def _listing(items: dict[str, str]) -> str:
+    return "\n".join(f"- {name}: {text}" for name, text in items.items())
+
+
+def _unfinished(results: dict[str, Any]) -> str:
+    config, runs = results["config"], results["runs"]
+    lines = []
+    for run in runs:
+        if run["status"] != "finished":
+            last = run["val_curve"][-1][1] if run["val_curve"] else None
+            loss = "none yet" if last is None else f"{last:.4f}"
+            lines.append(
+                f"{run['recipe']}, seed {run['seed']}: {run['status']} after {run['steps']} of "
+                f"{config['training']['steps']} steps (last validation loss: {loss})."
+            )
+    missing = len(config["recipes"]) * len(config["seeds"]) - len(runs)
+    if missing:
+        lines.append(f"{missing} run{'s' if missing > 1 else ''} not started.")
+    return "\n".join(f"**{line}**  " for line in lines)
+
+
+def _table(results: dict[str, Any]) -> str:
+    baseline = results["config"]["baseline"]
+    gaps = {gap["recipe"]: gap for gap in results["gaps"]}
+    rows = [
+        f"| recipe | validation loss (nats/byte) | gap to {baseline} | tokens/s "
+        "| kept per linear layer for the backward pass |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for recipe in results["config"]["recipes"]:
+        runs = [run for run in results["runs"] if run["recipe"] == recipe]
+        losses = [run["final_val_loss"] for run in runs if run["final_val_loss"] is not None]
+        speeds = [run["tokens_per_second"] for run in runs if run["tokens_per_second"]]
+        kept = [run["saved_bytes_per_linear"] for run in runs]
+        cells = [
+            recipe,
+            f"{_mean(losses):.4f}" if losses else "-",
+            "baseline" if recipe == baseline else _gap_cell(gaps.get(recipe)),
+            f"{_mean(speeds):,.0f}" if speeds else "-",
+            f"{_mean(kept) / 1024:,.0f} KiB" if kept else "-",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _gap_cell(gap: dict[str, Any] | None) -> str:
+    if gap is None:
+        return "-"
+    cell = f"{gap['relative_gap_percent']:+.2f}%"
+    return f"{cell} ({_interval(gap['ci95'])})" if gap["ci95"] else cell
+
+
+def _findings(results: dict[str, Any]) -> list[str]:
+    sentences = [_finding(gap) for gap in results["gaps"]]
+    sentences += _memory(results)
+    sentences.append(
+        "Low-precision products are emulated: tokens/s is the speed of this program on "
+        f"{results['versions']['device']}, compilation and evaluation left out, not that of "
+        "hardware with such products."
+    )
+    return sentences
+
+
+def _finding(gap: dict[str, Any]) -> str:
+    recipe, baseline, percent = gap["recipe"], gap["baseline"], gap["relative_gap_percent"]
+    side = "above" if percent > 0 else "below"
+    amount = f"{recipe} ends {abs(percent):.2f}% {side} {baseline}"
+    if gap["ci95"] is None:
+        return f"{amount}, with one seed: nothing here tells how much of that is chance."
+    low, high = gap["ci95"]
+    interval = f"95% interval {_interval(gap['ci95'])}, {len(gap['seeds'])} paired seeds"
+    if low <= 0 <= high:
+        return f"{amount} on average, but zero lies within the {interval}: no difference is shown."
+    return f"{amount} ({interval}); the interval leaves out zero."
+
+
+def _interval(ci95: Sequence[float]) -> str:
+    return f"{ci95[0]:+.2f}% to {ci95[1]:+.2f}%"
+
+
+def _memory(results: dict[str, Any]) -> list[str]:
+    kept = {run["recipe"]: run["saved_bytes_per_linear"] for run in results["runs"]}
+    baseline = results["config"]["baseline"]
+    return [
+        f"For its backward pass, a linear layer in {recipe} keeps "
+        f"{size / kept[baseline]:.2f} times what it keeps in {baseline}."
+        for recipe, size in kept.items()
+        if recipe != baseline and kept.get(baseline)
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
