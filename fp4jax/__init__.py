@@ -1,6 +1,7 @@
 """fp4jax: training neural networks in 4-bit floating point, bit for bit, on any machine."""
 
 from fp4jax import diagnostics as diagnostics
+from fp4jax import formats as formats
 from fp4jax import nnx as nnx
 from fp4jax import recipes as recipes
 from fp4jax.checked import checked as checked

@@ -78,6 +78,8 @@ class Format:
     alternative: ElementType | None = None
 
     def __post_init__(self) -> None:
+        if self.element.bits not in (4, 8):
+            raise ValueError(f"element must have 4 or 8 bits to be packed, not {self.element.bits}")
         if (self.block is None) != (self.scale is None):
             raise ValueError(f"block and scale go together, not {self.block} and {self.scale}")
         if self.block is None and not self.tensor_scale:

@@ -76,7 +76,7 @@ print(f"stochastic: {fp4.fake_quantize(block, stochastic, key=key)[1]:.3f}")
 # Now 4096 draws, each with a key of its own.
 
 # %%
-keys = jax.random.split(jax.random.key(1), 4096)
+keys = jax.random.split(jax.random.key(10), 4096)
 draws = jax.vmap(lambda key: fp4.fake_quantize(block, stochastic, key=key)[1])(keys)
 print("the first 20:", *(f"{value:.0f}" for value in draws[:20]))
 

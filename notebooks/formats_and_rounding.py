@@ -207,14 +207,15 @@ plt.show()
 # Without, there is a window, and outside of it the signal is lost: zeros on the left, saturation on
 # the right. UE5M3, a block scale with one more exponent bit and no sign, widens the window, not
 # enough for gradients. MXFP4's block scales are powers of two with an enormous range and need no
-# tensor scale, but the line is lower and wavy: a power of two fits a block's maximum badly.
+# tensor scale. But its line is lower and wavy: a power of two fits a block's maximum badly, and its
+# blocks are twice as long.
 
 # %% [markdown]
 # ## 4. Square tiles for weights
 #
-# A weight is used twice. The forward pass sums over its rows, the backward pass over its columns.
-# Blocks run along the sum. So there are two sets of blocks, and *two different quantized weights*:
-# the backward pass differentiates a function that the forward pass did not compute.
+# A weight is used twice. The forward pass sums along one of its axes, the backward pass along the
+# other. Blocks run along the sum. So there are two sets of blocks, and *two different quantized
+# weights*: the backward pass differentiates a function that the forward pass did not compute.
 #
 # Tiles of 16×16 with one scale solve this: they look the same from both sides.
 
@@ -306,7 +307,7 @@ outliers = 2.0 ** np.arange(0, 10.1, 0.5)
 many = 0.5 * jax.random.normal(jax.random.key(4), (1024, 16))
 transformed = fp4.Quantizer(fp4.NVFP4, hadamard=hadamard)
 
-figure, axes = plt.subplots(1, 3, figsize=(9, 2.6))
+figure, axes = plt.subplots(1, 3, figsize=(9, 2.8))
 for name, quantizer in {"NVFP4": fp4.NVFP4, "NVFP4, transformed": transformed}.items():
     small = []
     for outlier in outliers:
@@ -317,11 +318,11 @@ for name, quantizer in {"NVFP4": fp4.NVFP4, "NVFP4, transformed": transformed}.i
     axes[1].semilogx(outliers / 0.5, [100 * (1 + d.bias) for d in small], ".-", label=name)
     axes[2].semilogx(outliers / 0.5, [100 * d.relative_error for d in small], ".-", label=name)
 axes[0].set_ylabel("underflow (%)")
-axes[1].set_ylabel("signal that is left, 1 + bias (%)")
+axes[1].set_ylabel("signal left, 1 + bias (%)")
 axes[2].set_ylabel("error / signal (%)")
 for ax in axes:
     ax.set_xlabel("outlier / RMS of the other 15 numbers")
-    ax.legend()
+figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
 plt.show()
 
 # %% [markdown]
@@ -576,7 +577,7 @@ plt.show()
 # %% [markdown]
 # ### The transform where it is used
 #
-# That recipe transforms two operands only: `x` and `dy` in the product
+# The recipe of arXiv 2509.25149 transforms two operands only: `x` and `dy` in the product
 # `dw = xᵀ dy`, which sums over tokens. So the blocks run along the tokens, axis 0.
 
 # %%
@@ -594,8 +595,8 @@ table(["layer", "quantizer", "underflow of x", "underflow of dy", "SQNR of dw"],
 # **A surprise.** Fewer numbers underflow, as promised. But the weight gradient's error is larger
 # with the transform. In this small model the spikes come from sparsity: a block with one large
 # number and many zeros is nearly exact as it is. The paper saw a lower training loss with the
-# transform, in large models whose spikes are of another kind. An SQNR does not decide what trains
-# well. A training run does: `experiments/compare.py`.
+# transform, in models of billions of parameters. An SQNR does not decide what trains well. A
+# training run does: `experiments/compare.py`.
 #
 # ## What to remember
 #

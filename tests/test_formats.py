@@ -11,6 +11,7 @@ from test_quantize import uneven
 import fp4jax as fp4
 
 f32 = np.float32
+E3M2 = fp4.formats.ElementType("e3m2", 6, 2, -2, 28.0, np.dtype(np.uint8))
 
 
 def uint8(x):
@@ -363,6 +364,10 @@ def test_rules_that_do_not_fit_raise(format, arguments, message):
         (lambda: fp4.FourOverSix(max_scale=300), "max_scale must be 256 or 448"),
         (lambda: fp4.Format("x", fp4.NVFP4.element, 7, fp4.NVFP4.scale, True), "block must be"),
         (lambda: fp4.Format("x", fp4.NVFP4.element, 16, None, True), "go together"),
+        (
+            lambda: fp4.Format("x", E3M2, 16, fp4.NVFP4.scale, True),
+            "element must have 4 or 8 bits to be packed, not 6",
+        ),
     ],
 )
 def test_impossible_choices_raise(make, message):
