@@ -128,8 +128,8 @@ def compare(config: Config, corpus: Corpus, runs: list[Run], console: Console) -
             runs.append(run)
             with display(console, f"{recipe}, seed {seed}", config.training.steps) as show:
                 for progress in train(model, corpus, config.training, seed):
-                    show(progress)
                     run.add(progress)
+                    show(progress)
                     if run.status == "diverged":
                         break
 
