@@ -32,8 +32,8 @@ class Hadamard:
     def __post_init__(self) -> None:
         if self.size < 2 or self.size & (self.size - 1):
             raise ValueError(f"size must be a power of two of at least 2, not {self.size}")
-        if not self.signs and self.size == 16:
-            object.__setattr__(self, "signs", _SIGNS_16)
+        signs = _SIGNS_16 if not self.signs and self.size == 16 else tuple(self.signs)
+        object.__setattr__(self, "signs", signs)
         if len(self.signs) != self.size or any(abs(s) != 1 for s in self.signs):
             raise ValueError(
                 f"signs must be {self.size} numbers +1 or -1 (size 16 alone has a default), "

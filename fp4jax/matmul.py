@@ -65,10 +65,19 @@ def dot_general(
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a Recipe such as fp4jax.recipes.nvfp4(), not {recipe!r}")
     for name, array in (("lhs", lhs), ("rhs", rhs)):
+        if not isinstance(array, jax.Array | np.ndarray):
+            raise TypeError(f"{name} must be an array, not {type(array).__name__}")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating-point, not {array.dtype}{list(array.shape)}")
     if recipe.needs_key and key is None:
         raise ValueError(f"key is missing: recipe {recipe.name!r} rounds stochastically")
+
+    if preferred_element_type is not None and not jnp.issubdtype(
+        preferred_element_type, jnp.floating
+    ):
+        raise TypeError(
+            f"preferred_element_type must be floating-point, not {preferred_element_type}"
+        )
 
     # Shapes and dtype of the result, and the checks of dimension_numbers, are lax's own.
     result = jax.eval_shape(

@@ -4,7 +4,8 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from flax.nnx.nn import dtypes
+from jax import Array, lax
 
 from fp4jax.matmul import dot_general
 from fp4jax.policy import Policy, linear_layers
@@ -22,7 +23,8 @@ class Linear(nnx.Linear):
     ``rngs.quantize``.
 
     Args:
-      in_features: as in Flax, like all further keyword arguments.
+      in_features: as in Flax, like all further keyword arguments but ``dot_general``,
+        ``promote_dtype`` and ``precision``, which are refused.
       out_features: as in Flax.
       recipe: what becomes of each operand.
       rngs: with streams ``params`` and ``quantize`` (or a default one).
@@ -41,6 +43,17 @@ class Linear(nnx.Linear):
         self._set_recipe(recipe, rngs)
 
     def _set_recipe(self, recipe: Recipe, rngs: nnx.Rngs) -> None:
+        for name, default in (
+            ("dot_general", lax.dot_general),
+            ("promote_dtype", dtypes.promote_dtype),
+            ("precision", None),
+        ):
+            if getattr(self, name) is not default:
+                raise ValueError(f"{name} cannot be set: the recipe decides how products run")
+        if recipe.needs_key and not ("quantize" in rngs or "default" in rngs):
+            raise ValueError(
+                f"rngs has no stream 'quantize': recipe {recipe.name!r} rounds stochastically"
+            )
         self.recipe = recipe
         self.quantize_rng = rngs.quantize.fork() if recipe.needs_key else None
 
@@ -56,10 +69,10 @@ class Linear(nnx.Linear):
             (((inputs.ndim - 1,), (0,)), ((), ())),
             recipe=self.recipe,
             key=None if self.quantize_rng is None else self.quantize_rng(),
-            preferred_element_type=dtype,
+            preferred_element_type=self.preferred_element_type or dtype,
         )
         if self.bias is not None:
-            y = y + self.bias[...].astype(dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+            y = y + self.bias[...].astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
         return y
 
 

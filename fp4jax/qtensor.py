@@ -275,9 +275,8 @@ def _part(q: QTensor, given: tuple[Any, ...]) -> QTensor:
         scales_last = slice(None) if q.quantizer.hadamard else per(last, along)
         blocks_index = [*map(per, others, together), scales_last]
         scales = scales[tuple(blocks_index)]
-    if q.quantizer.rule.per_row:
-        assert tensor is not None
-        tensor = tensor[tuple(others)]
+    if tensor is not None:  # one for all, per row, or per array of a vmapped stack
+        tensor = tensor[tuple(others[: tensor.ndim])]
     # An integer removes its axis; the block axis is counted from the end.
     removed_behind = sum(isinstance(i, int) for i in given[block_axis + 1 :])
     return dataclasses.replace(

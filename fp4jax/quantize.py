@@ -44,7 +44,8 @@ def quantize(
 ) -> QTensor:
     """Quantizes an array in blocks along one axis.
 
-    The bits are the same eager and jitted, on every backend and under every sharding.
+    The bits are the same eager and jitted, on every backend and however the compiler shards it
+    (mesh axes of type Auto; the reshapes inside do not work on axes of type Explicit).
 
     Args:
       x: float16, bfloat16, float32 or float64 array of any shape but 0-d or empty.
@@ -82,18 +83,16 @@ class Encoded(NamedTuple):
     """A rounded array before it is packed or multiplied: the common part of both ways out.
 
     Attributes:
-      source: float32, transformed and padded to whole blocks; its signs are the result's.
-      magnitude: float32, the rounded elements without their signs.
-      code: uint8, the same as bit patterns.
+      elements: float32, the rounded elements, transformed and padded to whole blocks.
+      codes: uint8, the same as bit patterns.
       scales: what the scale rule decided.
       quantizer: what was applied.
       axis: the block axis, -1 or -2.
       shape: of the result: the input's, but for whole groups where a transform mixed them.
     """
 
-    source: Array
-    magnitude: Array
-    code: Array
+    elements: Array
+    codes: Array
     scales: Scales
     quantizer: Quantizer
     axis: int
@@ -101,19 +100,19 @@ class Encoded(NamedTuple):
 
     def operand(self) -> Operand:
         """Elements times block scales in the layout of the input."""
-        format, values = self.quantizer.format, self.magnitude
+        format, values = self.quantizer.format, self.elements
         if format.scale is not None:
             assert self.scales.block is not None
             scales = blocks.expand(self.scales.block, self.quantizer.window(self.axis))
             values = scale_elements(values, scales, format.scale)
-        values = copy_sign(values, self.source).astype(format.operand_dtype)
+        values = values.astype(format.operand_dtype)
         return Operand(values[..., : self.shape[-2], : self.shape[-1]], self.scales.tensor)
 
     def pack(self, length: int, axis: int, dtype: np.dtype[Any]) -> QTensor:
         """The `QTensor` for an original array with this block axis, its length and dtype."""
         format, scales = self.quantizer.format, self.scales
         bits = format.element.bits
-        codes = pack_elements(self.code, bits, self.axis)
+        codes = pack_elements(self.codes, bits, self.axis)
         *_, rows, columns = self.shape if self.axis == -1 else _swapped(self.shape)
         block_scales, tensor = None, scales.tensor
         if format.scale is not None:
@@ -171,22 +170,24 @@ def encode(x: Array, quantizer: Quantizer, axis: int, words: Array | None) -> En
     random = None
     if quantizer.rounding.needs_key:
         assert words is not None
-        random = random_bits(words[0], y.shape, axis)
+        random = random_bits(words[0], y.shape, axis, shape)
 
     def rounded(element: ElementType) -> tuple[Array, Array]:
         steps = quantizer.rounding(to_steps(ratio, element), random)
-        code = signed_code(steps_code(steps, element), source, element)
-        return steps_value(steps, element), code
+        value = copy_sign(steps_value(steps, element), source)
+        if element.twos_complement:  # which has no negative zero
+            value = jnp.where(value == 0, jnp.float32(0), value)
+        return value, signed_code(steps_code(steps, element), source, element)
 
-    magnitude, code = rounded(format.element)
+    elements, codes = rounded(format.element)
     if format.alternative is not None:
         assert scales.alternative is not None
         other = blocks.expand(scales.alternative, window)
-        magnitude, code = (
+        elements, codes = (
             jnp.where(other, a, b)
-            for a, b in zip(rounded(format.alternative), (magnitude, code), strict=True)
+            for a, b in zip(rounded(format.alternative), (elements, codes), strict=True)
         )
-    return Encoded(source, magnitude, code, scales, quantizer, axis, tuple(shape))
+    return Encoded(elements, codes, scales, quantizer, axis, tuple(shape))
 
 
 def _scales(
@@ -232,7 +233,8 @@ def _to_odd(x: Array) -> Array:
     bits = float_bits(nearest)
     too_far = jnp.abs(down) > jnp.abs(x)
     towards_zero = bits - too_far.astype(jnp.uint32)
-    inexact = down != x
+    # What float32 flushes to zero stays there: one step down from it would be a NaN.
+    inexact = (down != x) & (nearest != 0)
     return bits_float(jnp.where(inexact, towards_zero | jnp.uint32(1), bits))
 
 
@@ -251,6 +253,10 @@ def _checked(
         )
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x must have at least one axis and one element, not shape {x.shape}")
+    if not isinstance(axis, int):
+        raise TypeError(f"axis must be an integer, not {axis!r}")
+    if x.ndim == 1 and quantizer.tile is not None and quantizer.tile[0] > 1:
+        raise ValueError(f"tile {quantizer.tile} needs two axes; x has shape {x.shape}")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis must be from {-x.ndim} to {x.ndim - 1} for {x.shape}, not {axis}")
     if quantizer.needs_key and key is None:

@@ -36,6 +36,12 @@ class Quantizer:
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
             raise TypeError(f"format must be a Format such as fp4jax.NVFP4, not {self.format!r}")
+        if not isinstance(self.rounding, Rounding):
+            raise TypeError(f"rounding must be Nearest() or Stochastic(...), not {self.rounding!r}")
+        if not isinstance(self.hadamard, Hadamard | None):
+            raise TypeError(f"hadamard must be Hadamard(...) or None, not {self.hadamard!r}")
+        if not hasattr(self.scale_rule, "check") and self.scale_rule is not None:
+            raise TypeError(f"scale_rule must be one such as AmaxScale(), not {self.scale_rule!r}")
         object.__setattr__(self, "tile", _checked_tile(self.tile, self.format))
         if self.scale_rule is None:
             object.__setattr__(self, "scale_rule", default_rule(self.format))
@@ -85,6 +91,6 @@ def _checked_tile(tile: tuple[int, int] | None, format: Format) -> tuple[int, in
     if tile is None:
         return allowed[0]
     for pair in allowed:
-        if tuple(tile) == pair:
+        if tile == pair:
             return pair
     raise ValueError(f"tile must be {allowed[0]} or {allowed[1]} for {format!r}, not {tile}")

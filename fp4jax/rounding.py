@@ -157,13 +157,16 @@ def key_words(key: Array, operands: int) -> Array:
     An operand has a stream for its elements and one for its scales; two words name a stream.
 
     Args:
-      key: a JAX PRNG key, typed or raw.
+      key: a JAX PRNG key, typed or raw. Under vmap over keys, ``rbg`` keys give other bits than
+        one by one, as everywhere in JAX.
       operands: how many there are.
     """
     return jax.random.bits(key, (operands, 2, 2), jnp.uint32)
 
 
-def random_bits(words: Array, shape: Sequence[int], axis: int) -> Array:
+def random_bits(
+    words: Array, shape: Sequence[int], axis: int, unpadded: Sequence[int] | None = None
+) -> Array:
     """uint32 random bits, one word per element: a pure function of ``words`` and the index.
 
     An element's index is its position along ``axis`` (the block axis) and, row-major over all
@@ -175,6 +178,7 @@ def random_bits(words: Array, shape: Sequence[int], axis: int) -> Array:
       words: uint32[2], from `key_words`.
       shape: of the array to fill.
       axis: the block axis.
+      unpadded: the extents that rows are numbered by, if the array is padded.
 
     Raises:
       ValueError: if there are more than 2**32 rows.
@@ -185,7 +189,7 @@ def random_bits(words: Array, shape: Sequence[int], axis: int) -> Array:
     rows = 1
     for i in reversed([i for i in range(len(shape)) if i != axis]):
         row = row + lax.broadcasted_iota(jnp.uint32, rows_shape, i) * jnp.uint32(rows)
-        rows *= shape[i]
+        rows *= (unpadded or shape)[i]
     if rows > 2**32:
         raise ValueError(f"random bits number at most 2**32 rows; shape {shape} has {rows}")
     inner = _mix(_mix(row ^ words[0]) + words[1])

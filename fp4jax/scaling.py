@@ -90,11 +90,15 @@ class AmaxScale:
     With a tensor scale this is NVIDIA's two-level scheme (arXiv 2509.25149, appendix C), in the
     order of operations of TransformerEngine's reference: with ``A`` the tensor's and ``b`` the
     block's amax, ``S = 2688 / A``, ``s = E4M3(b * (S * fl(1/6)))``, ``e = 1 / (s * (1/S))``.
+    Where a scale would be no normal float32 (``A`` below 3.2e-35 for NVFP4, a block's amax below
+    5.3e-36 for FP8_BLOCK) everything decodes to 0.
 
     Attributes:
       headroom: the amax lands on the largest number divided by this. A block scale that E4M3
         rounds down, by up to 1/17, lets scaled elements reach 17/16 of the largest number, where
-        they clip: stochastic rounding is then biased. With 17/16 nothing clips.
+        they clip: stochastic rounding is then biased. With 17/16 nothing clips, but in blocks
+        whose scale is a subnormal E4M3 number (amax below 3.5e-5 of the tensor's), which rounding
+        changes by more than that.
       rounding: of the block scales.
     """
 
@@ -210,7 +214,9 @@ class FourOverSix:
 
     Between 4 and 6 E2M1 has no point. Two scales are tried, ``E4M3(s)`` and ``E4M3(1.5 s)``; the
     one with the lower error under nearest rounding is kept, the first if equal (arXiv
-    2512.02010). Order and grouping of operations are those of TransformerEngine's reference.
+    2512.02010). Order and grouping of operations are those of TransformerEngine's reference, and
+    so is this: where squared errors leave float32's range (elements beyond about 1e18 or below
+    1e-18), they tie and the amax lands on 6.
 
     Attributes:
       error: ``mae`` or ``mse``, summed over the block.

@@ -282,6 +282,7 @@ def test_higher_and_forward_derivatives_are_refused():
         ({"lhs": jnp.ones((4, 16), jnp.int32)}, TypeError, r"lhs must be .* int32\[4, 16\]"),
         ({"rhs": jnp.ones((16, 4), bool)}, TypeError, "rhs must be floating-point"),
         ({"rhs": jnp.ones((15, 4))}, TypeError, "contracting dimension"),
+        ({"lhs": [[1.0] * 16]}, TypeError, "lhs must be an array, not list"),
     ],
 )
 def test_what_cannot_be_honoured_raises(change, error, message):

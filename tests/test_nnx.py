@@ -54,6 +54,18 @@ def test_linear_is_dot_general_of_its_parameters(use_bias, dtype):
     np.testing.assert_array_equal(y, expected)
 
 
+def test_preferred_element_type_is_honoured():
+    low, high = jnp.bfloat16, jnp.float32
+    plain = nnx.Linear(
+        16, 4, use_bias=False, dtype=low, preferred_element_type=high, rngs=nnx.Rngs(0)
+    )
+    model = nnx.List([plain])
+    x = inputs()
+    expected = plain(x)
+    fp4.nnx.quantize_model(model, fp4.Policy.keep_ends(recipe=fp4.recipes.bf16()))
+    assert model[0](x).dtype == expected.dtype == jnp.float32
+
+
 def test_fresh_bits_each_call_and_the_same_from_the_same_seed():
     def gradients(seed):
         layer = fp4.nnx.Linear(16, 16, recipe=NVFP4, rngs=nnx.Rngs(0, quantize=seed))
@@ -157,6 +169,11 @@ def test_errors():
     model.blocks[1] = nnx.Einsum("ab,bc->ac", (16, 16), rngs=nnx.Rngs(0))
     with pytest.raises(NotImplementedError, match=r"blocks\.1 is a Einsum"):
         fp4.nnx.quantize_model(model, fp4.Policy.keep_ends(), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="rngs has no stream 'quantize': recipe 'nvfp4'"):
+        fp4.nnx.Linear(16, 4, recipe=NVFP4, rngs=nnx.Rngs(params=0))
+    for name, value in (("dot_general", jax.lax.dot), ("precision", "highest")):
+        with pytest.raises(ValueError, match=f"{name} cannot be set"):
+            fp4.nnx.Linear(16, 4, recipe=NVFP4, rngs=nnx.Rngs(0), **{name: value})
     layer = fp4.nnx.Linear(16, 4, recipe=NVFP4, rngs=nnx.Rngs(0))
     with pytest.raises(NotImplementedError, match="out_sharding"):
         layer(inputs(), out_sharding=jax.P())

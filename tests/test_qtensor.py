@@ -111,6 +111,15 @@ def test_other_parts_are_refused(quantizer, index, message):
         q[index]
 
 
+@pytest.mark.parametrize("quantizer", [fp4.Quantizer(fp4.NVFP4), SQUARE, ROWS, RHT])
+def test_a_part_of_a_vmapped_stack(quantizer):
+    x = uneven((4, 20, 32)) * 10.0 ** np.arange(4, dtype=np.float32)[:, None, None]
+    stack = jax.vmap(lambda x: fp4.quantize(x, quantizer))(x)
+    for i in range(4):
+        assert stack[i] == fp4.quantize(x[i], quantizer)
+    np.testing.assert_array_equal(stack[1:3].dequantize(), np.asarray(stack.dequantize())[1:3])
+
+
 def test_float4_view():
     x = np.float32([[0.5, -6, 3, 0, 1, 1.5, -2]])
     view = fp4.quantize(x, fp4.NVFP4).float4()
@@ -156,6 +165,17 @@ def test_float64_is_rounded_once():
         assert q.dequantize().dtype == jnp.float64
         fake = fp4.fake_quantize(jnp.asarray(x), fp4.NVFP4)
         np.testing.assert_array_equal(fake, q.dequantize())
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "NVINT4", "MXFP4", "FP8_BLOCK", "FP8_TENSOR"])
+def test_float64_below_float32_becomes_zero(name):
+    with jax.enable_x64(True):
+        x = np.zeros(16)
+        x[0] = 1
+        x[1:] = np.random.default_rng(0).uniform(-2, 2, 15) * 10.0 ** -np.arange(38, 68, 2)
+        y = np.asarray(fp4.fake_quantize(jnp.asarray(x), getattr(fp4, name)))
+        np.testing.assert_array_equal(y[1:], 0)
+        np.testing.assert_allclose(y[0], 1, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["NVFP4", "MXFP8_E4M3", "FP8_BLOCK"])

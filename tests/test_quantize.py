@@ -246,6 +246,8 @@ def test_nbytes_and_repr_tell_true_bytes():
         ((np.ones((4, 0), np.float32), fp4.NVFP4), ValueError, r"x must have .* \(4, 0\)"),
         ((np.ones((4, 4), np.float32), "nvfp4"), TypeError, "format_or_quantizer must be"),
         ((np.ones((4, 4), np.float32), fp4.NVFP4, 2), ValueError, "axis must be from -2 to 1"),
+        ((np.ones((4, 4), np.float32), fp4.NVFP4, 1.0), TypeError, "axis must be an integer"),
+        ((np.ones(4, np.float32), SQUARE), ValueError, r"tile \(16, 16\) needs two axes"),
         ((np.ones((4, 4), np.float32), STOCHASTIC), ValueError, "key is missing"),
         (
             (np.ones((4, 4), np.float32), fp4.NVFP4, -1, jax.random.key(0)),
@@ -260,10 +262,42 @@ def test_what_cannot_be_honoured_raises(arguments, error, message):
             function(*arguments)
 
 
-@pytest.mark.parametrize("tile", [(1, 32), (16, 1), (2, 16), (16,)])
+@pytest.mark.parametrize("tile", [(1, 32), (16, 1), (2, 16), (16,), 3])
 def test_tile_must_fit_the_format(tile):
     with pytest.raises(ValueError, match=r"tile must be \(1, 16\) or \(16, 16\)"):
         fp4.Quantizer(fp4.NVFP4, tile=tile)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rounding": "nearest"}, r"rounding must be Nearest\(\) or Stochastic"),
+        ({"hadamard": 16}, r"hadamard must be Hadamard\(...\) or None, not 16"),
+        ({"scale_rule": "amax"}, "scale_rule must be one such as"),
+    ],
+)
+def test_parts_of_another_kind_raise(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        fp4.Quantizer(fp4.NVFP4, **arguments)
+
+
+def test_random_bits_do_not_depend_on_the_tile():
+    """Also with batch axes and rows that are no multiple of 16."""
+    x = np.full((2, 17, 32), 1.8, np.float32)
+    x[..., ::16] = 6  # all block scales are then equal
+    key = jax.random.key(0)
+    rows, squares = (
+        fp4.fake_quantize(x, fp4.Quantizer(fp4.NVFP4, tile, rounding=fp4.Stochastic()), key=key)
+        for tile in ((1, 16), (16, 16))
+    )
+    np.testing.assert_array_equal(rows, squares)
+
+
+def test_negative_zero_of_integers_is_zero_both_ways():
+    x = np.float32([[-0.0, -1e-9, 1, -1]])
+    for format in (fp4.NVINT4, fp4.IF4):
+        fake = np.asarray(fp4.fake_quantize(x, format))
+        assert fake.tobytes() == np.asarray(fp4.quantize(x, format).dequantize()).tobytes()
 
 
 def test_derivatives_are_refused():
