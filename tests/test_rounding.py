@@ -95,6 +95,22 @@ def test_worst_bias_is_one_part_in_two_to_the_bits(bits):
     assert int((rounding.steps_value(steps, formats.E2M1) == 1.5).sum()) == 2**bits - 1
 
 
+@pytest.mark.parametrize("bits", [8, 16, 32])
+def test_rounds_up_for_exactly_floor_of_f_times_two_to_the_bits_words(bits):
+    """The last word that rounds up and the first that does not, for fractions of 23 bits."""
+    fraction = np.random.default_rng(bits).integers(1, 2**22, 500) / 2**22
+    x = np.float32(2 + fraction)  # between 2 and 3 on E2M1's grid
+    threshold = np.floor((np.float64(x) - 2) * 2.0**bits).astype(np.int64)
+    for offset, up in ((-1, True), (0, False)):
+        word = threshold + offset
+        kept = (word >= 0) & (word < 2**bits)
+        words = jnp.asarray((word[kept] << (32 - bits)).astype(np.uint32))
+        steps = rounding.to_steps(jnp.asarray(x[kept]), formats.E2M1)
+        values = rounding.steps_value(fp4.Stochastic(bits)(steps, words), formats.E2M1)
+        assert (np.asarray(values) == (3 if up else 2)).all()
+        assert kept.sum() > 400
+
+
 def test_stochastic_takes_8_16_or_32_bits():
     with pytest.raises(ValueError, match="bits must be 8, 16 or 32, not 4"):
         fp4.Stochastic(4)
