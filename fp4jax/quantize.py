@@ -166,7 +166,9 @@ def encode(x: Array, quantizer: Quantizer, axis: int, words: Array | None) -> En
     magnitudes = x if hadamard is None and x.dtype != jnp.float64 else source
     scales = _scales(source, magnitudes, quantizer, axis, None if words is None else words[1])
     factor = blocks.expand(scales.encode, window)
-    ratio = y * factor if y is source else _to_odd(y * factor.astype(y.dtype))
+    ratio = y * factor.astype(y.dtype)
+    if y.dtype == jnp.float64:
+        ratio = _to_odd(ratio)
     random = None
     if quantizer.rounding.needs_key:
         assert words is not None
