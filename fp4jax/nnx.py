@@ -40,20 +40,10 @@ class Linear(nnx.Linear):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
+        _check(self, recipe, rngs)
         self._set_recipe(recipe, rngs)
 
     def _set_recipe(self, recipe: Recipe, rngs: nnx.Rngs) -> None:
-        for name, default in (
-            ("dot_general", lax.dot_general),
-            ("promote_dtype", dtypes.promote_dtype),
-            ("precision", None),
-        ):
-            if getattr(self, name) is not default:
-                raise ValueError(f"{name} cannot be set: the recipe decides how products run")
-        if recipe.needs_key and not ("quantize" in rngs or "default" in rngs):
-            raise ValueError(
-                f"rngs has no stream 'quantize': recipe {recipe.name!r} rounds stochastically"
-            )
         self.recipe = recipe
         self.quantize_rng = rngs.quantize.fork() if recipe.needs_key else None
 
@@ -88,9 +78,12 @@ def quantize_model(model: M, policy: Policy, *, rngs: nnx.Rngs | None = None) ->
       rngs: with a stream ``quantize`` (or a default one), for stochastic rounding.
 
     Raises:
-      ValueError: if the policy reaches no layer, or ``rngs`` is missing and a recipe needs it.
+      ValueError: if the policy reaches no layer, a layer was given its own ``dot_general``,
+        ``promote_dtype`` or ``precision``, or ``rngs`` lacks a stream that a recipe needs. The
+        model is then as it was.
       NotImplementedError: if the policy reaches a layer that cannot be quantized.
     """
+    rngs = nnx.Rngs() if rngs is None else rngs
     layers = dict(linear_layers(model))
     recipes = policy.assign(layers)
     for path, recipe in recipes.items():
@@ -98,12 +91,26 @@ def quantize_model(model: M, policy: Policy, *, rngs: nnx.Rngs | None = None) ->
         if type(layers[path]) not in (nnx.Linear, Linear):
             kind = type(layers[path]).__name__
             raise NotImplementedError(f"{name} is a {kind}; only nnx.Linear can be quantized")
-        if rngs is None and recipe.needs_key:
-            raise ValueError(f"rngs is missing: recipe {recipe.name!r} rounds stochastically")
+        _check(layers[path], recipe, rngs, f" of {name}")
     for path, recipe in recipes.items():
         layer = layers[path]
         # Changing the class keeps the object, so that a layer that is shared stays shared.
         layer.__class__ = Linear
         assert isinstance(layer, Linear)
-        layer._set_recipe(recipe, nnx.Rngs() if rngs is None else rngs)
+        layer._set_recipe(recipe, rngs)
     return model
+
+
+def _check(layer: nnx.Module, recipe: Recipe, rngs: nnx.Rngs, where: str = "") -> None:
+    """Raises ValueError if ``layer`` asks for what a recipe would override, or a stream lacks."""
+    for name, default in (
+        ("dot_general", lax.dot_general),
+        ("promote_dtype", dtypes.promote_dtype),
+        ("precision", None),
+    ):
+        if getattr(layer, name) is not default:
+            raise ValueError(f"{name}{where} cannot be set: the recipe decides how products run")
+    if recipe.needs_key and not ("quantize" in rngs or "default" in rngs):
+        raise ValueError(
+            f"rngs has no stream 'quantize': recipe {recipe.name!r} rounds stochastically"
+        )

@@ -162,8 +162,13 @@ def test_errors():
         fp4.Policy.keep_ends(first=2, last=2).assign([("blocks", i) for i in range(4)])
     with pytest.raises(ValueError, match="first must be at least 0, not -1"):
         fp4.Policy.keep_ends(first=-1)
-    with pytest.raises(ValueError, match="rngs is missing: recipe 'nvfp4'"):
+    with pytest.raises(ValueError, match="rngs has no stream 'quantize': recipe 'nvfp4'"):
         fp4.nnx.quantize_model(model, fp4.Policy.keep_ends())
+    model.blocks[3].precision = "highest"
+    with pytest.raises(ValueError, match=r"precision of blocks\.3 cannot be set"):
+        fp4.nnx.quantize_model(model, fp4.Policy.keep_ends(), rngs=nnx.Rngs(0))
+    assert not any(isinstance(block, fp4.nnx.Linear) for block in model.blocks)
+    model.blocks[3].precision = None
     with pytest.raises(ValueError, match="policy reaches no layer"):
         fp4.nnx.quantize_model(model.head, fp4.Policy.keep_ends(), rngs=nnx.Rngs(0))
     model.blocks[1] = nnx.Einsum("ab,bc->ac", (16, 16), rngs=nnx.Rngs(0))
