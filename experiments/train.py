@@ -34,7 +34,7 @@ class Training:
     learning_rate: float = 3e-3
     """Peak of the schedule: 5% warm-up, constant, down to 1% of the peak over the last 20%."""
     evals: int = 10
-    """Evaluations along each run, the last one after the last step."""
+    """Evaluations along each run, the last one after the last step; at most one a step."""
     validation: int = 64
     """Held-out sequences in an evaluation."""
 
@@ -43,8 +43,6 @@ class Training:
             value = getattr(self, field.name)
             if not value > 0:
                 raise ValueError(f"{field.name} must be above zero, not {value}")
-        if self.evals > self.steps:
-            raise ValueError(f"evals must be at most steps ({self.steps}), not {self.evals}")
 
 
 class Progress(NamedTuple):
@@ -115,7 +113,8 @@ def train(model: nnx.Module, corpus: Corpus, training: Training, seed: int) -> I
 
 def eval_steps(training: Training) -> list[int]:
     """The steps after which a run is evaluated: none, and `evals` times up to the last."""
-    return [training.steps * i // training.evals for i in range(training.evals + 1)]
+    evals = min(training.evals, training.steps)
+    return [training.steps * i // evals for i in range(evals + 1)]
 
 
 def phases(training: Training) -> tuple[int, int]:

@@ -183,7 +183,6 @@ def test_an_interruption_in_a_later_run_keeps_the_earlier_one(tmp_path, text, mo
         ("--seeds 1 1", "seeds must be different numbers from 0 up"),
         ("--seeds one", "--seeds"),
         ("--steps 0", "steps must be above zero, not 0"),
-        ("--steps 5 --evals 6", "evals must be at most steps"),
         ("--learning-rate nan", "learning_rate must be above zero"),
         ("--colour blue", "--colour"),
         ("--data missing.txt", "no file or folder 'missing.txt'"),

@@ -81,6 +81,7 @@ def test_evaluations_begin_before_the_first_step_and_end_after_the_last():
     assert eval_steps(Training(steps=200, evals=10)) == list(range(0, 201, 20))
     assert eval_steps(Training(steps=7, evals=3)) == [0, 2, 4, 7]
     assert eval_steps(Training(steps=3, evals=3)) == [0, 1, 2, 3]
+    assert eval_steps(Training(steps=2, evals=10)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("field", ["steps", "batch", "sequence", "learning_rate", "evals"])
