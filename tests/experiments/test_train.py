@@ -90,11 +90,6 @@ def test_senseless_values_are_refused(field):
         Training(**{field: 0})
 
 
-def test_more_evaluations_than_steps_are_refused():
-    with pytest.raises(ValueError, match=r"evals must be at most steps \(5\), not 10"):
-        Training(steps=5)
-
-
 # Optimizer
 
 
