@@ -184,8 +184,7 @@ def _keep(x: Array, rule: OperandRule, words: Array | None) -> QTensor | Array:
     if isinstance(rule, Cast):
         return _cast(x, rule)
     encoded = encode(x, rule, -2, _stream(rule, words, _WGRAD_LHS))
-    # Packed now, not where the backward pass reads it.
-    return lax.optimization_barrier(encoded.pack(x.shape[-2], -2, np.dtype(x.dtype)))
+    return encoded.pack(x.shape[-2], -2, np.dtype(x.dtype))
 
 
 def _cast(x: Array, rule: Cast) -> Array:
