@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from fp4jax import blocks
 from fp4jax.formats import ElementType, Format
+from fp4jax.hadamard import Hadamard
 from fp4jax.qtensor import (
     Operand,
     QTensor,
@@ -123,6 +124,8 @@ class Encoded(NamedTuple):
         if self.quantizer.rule.per_row:
             assert tensor is not None
             tensor = jnp.squeeze(tensor, self.axis)[..., :rows]
+        elif tensor is not None and tensor.ndim:
+            tensor = tensor[:, 0, 0]  # one for each leading entry
         return QTensor(
             codes=codes[..., :rows, : -(-columns * bits // 8)],
             block_scales=block_scales,
@@ -134,7 +137,13 @@ class Encoded(NamedTuple):
         )
 
 
-def encode(x: Array, quantizer: Quantizer, axis: int, words: Array | None) -> Encoded:
+def encode(
+    x: Array,
+    quantizer: Quantizer,
+    axis: int,
+    words: Array | None,
+    groups: Array | None = None,
+) -> Encoded:
     """Transforms, scales and rounds ``x`` ([..., M, N], block axis -1 or -2).
 
     Inside a jitted function only: eager execution may round intermediate sums otherwise.
@@ -144,27 +153,24 @@ def encode(x: Array, quantizer: Quantizer, axis: int, words: Array | None) -> En
       quantizer: what to do.
       axis: the block axis, -1 or -2.
       words: uint32[2, 2] that name the random streams of elements and scales, if it needs a key.
+      groups: int32[B] below B, which entries of ``x`` [B, M, N] share a tensor scale; None for one
+        scale for all of ``x``.
     """
     if quantizer.watch is not None:
         report_non_finite(x, quantizer.watch)
     format, hadamard, window = quantizer.format, quantizer.hadamard, quantizer.window(axis)
-    shape = list(x.shape)
     y = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     if hadamard is not None:
-        shape[axis] = blocks.ceil_to(shape[axis], hadamard.size)
-        y = blocks.pad(y, (1, hadamard.size) if axis == -1 else (hadamard.size, 1))
-        y = hadamard(y, axis)
-        if x.dtype == jnp.bfloat16:
-            # Not astype and back, which compilers drop.
-            y = lax.reduce_precision(y, exponent_bits=8, mantissa_bits=7)
-        y = lax.optimization_barrier(y)
+        y = lax.optimization_barrier(rotate(x, hadamard, axis))
+    shape = y.shape
     # Without blocks, to whole bytes.
     y = blocks.pad(y, window or ((1, 2) if axis == -1 else (2, 1)))
     source = y.astype(jnp.float32)
 
     # The unpadded input has the same magnitudes, in the form that costs least to keep at hand.
     magnitudes = x if hadamard is None and x.dtype != jnp.float64 else source
-    scales = _scales(source, magnitudes, quantizer, axis, None if words is None else words[1])
+    scale_words = None if words is None else words[1]
+    scales = _scales(source, magnitudes, quantizer, axis, scale_words, groups)
     factor = blocks.expand(scales.encode, window)
     ratio = y * factor.astype(y.dtype)
     if y.dtype == jnp.float64:
@@ -189,11 +195,27 @@ def encode(x: Array, quantizer: Quantizer, axis: int, words: Array | None) -> En
             jnp.where(other, a, b)
             for a, b in zip(rounded(format.alternative), (elements, codes), strict=True)
         )
-    return Encoded(elements, codes, scales, quantizer, axis, tuple(shape))
+    return Encoded(elements, codes, scales, quantizer, axis, shape)
+
+
+def rotate(x: Array, hadamard: Hadamard, axis: int) -> Array:
+    """The transform of ``x`` along ``axis`` (-1 or -2), padded to whole groups, in float32.
+
+    That of a bfloat16 array is rounded to bfloat16, as on tensor cores.
+    """
+    y = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    y = hadamard(blocks.pad(y, (1, hadamard.size) if axis == -1 else (hadamard.size, 1)), axis)
+    # Not astype and back, which compilers drop.
+    return lax.reduce_precision(y, 8, 7) if x.dtype == jnp.bfloat16 else y
 
 
 def _scales(
-    y: Array, magnitudes: Array, quantizer: Quantizer, axis: int, words: Array | None
+    y: Array,
+    magnitudes: Array,
+    quantizer: Quantizer,
+    axis: int,
+    words: Array | None,
+    groups: Array | None,
 ) -> Scales:
     """The scale rule's answer; a block with a NaN or inf gets a NaN scale and disturbs no other.
 
@@ -201,23 +223,36 @@ def _scales(
     """
     rule, format, window = quantizer.rule, quantizer.format, quantizer.window(axis)
     infinity = jnp.float32(np.inf)
-    block_amax = blocks.amax(y, window)
+    if window is None and groups is not None:
+        block_amax = jnp.max(jnp.abs(y), (-2, -1), keepdims=True)
+    else:
+        block_amax = blocks.amax(y, window)
     largest = jnp.max(block_amax)
 
+    def over_tensor(per_block: Array) -> Array:
+        """The maximum over all blocks, rows or elements that share a tensor scale."""
+        if groups is None or (rule.per_row and axis == -1):
+            return jnp.max(per_block, axis, keepdims=True) if rule.per_row else jnp.max(per_block)
+        per_entry = jnp.max(per_block, -2 if rule.per_row else (-2, -1), keepdims=True)
+        return jax.ops.segment_max(per_entry, groups, groups.size)[groups]
+
     def finite() -> Scales:
-        tensor_amax = jnp.max(block_amax, axis, keepdims=True) if rule.per_row else largest
+        tensor_amax = largest if not rule.per_row and groups is None else over_tensor(block_amax)
         return rule(Blocks(y, block_amax, tensor_amax, window, axis, format, words))
 
     def not_finite() -> Scales:
         good = block_amax < infinity
-        kept = jnp.abs((y if rule.per_row else magnitudes).astype(jnp.float32))
+        wide = rule.per_row or groups is not None
+        kept = jnp.abs((y if wide else magnitudes).astype(jnp.float32))
         kept = jnp.where(kept < infinity, kept, 0)
-        tensor_amax = jnp.max(kept, axis, keepdims=True) if rule.per_row else jnp.max(kept)
         amax = jnp.where(good, block_amax, 0)
-        scales = rule(Blocks(y, amax, tensor_amax, window, axis, format, words))
+        scales = rule(Blocks(y, amax, over_tensor(kept), window, axis, format, words))
         nan = jnp.float32(np.nan)
         if scales.block is None:
-            return scales._replace(tensor=nan, encode=jnp.float32(0))
+            good = over_tensor(block_amax) < infinity
+            return scales._replace(
+                tensor=jnp.where(good, scales.tensor, nan), encode=jnp.where(good, scales.encode, 0)
+            )
         return scales._replace(
             block=jnp.where(good, scales.block, nan), encode=jnp.where(good, scales.encode, 0)
         )

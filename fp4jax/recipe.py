@@ -6,6 +6,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
+from fp4jax.hadamard import Hadamard
 from fp4jax.quantizer import Quantizer
 
 
@@ -15,19 +16,23 @@ class Cast:
 
     Attributes:
       dtype: to convert to.
+      hadamard: a transform of the contraction axis before that, to go with a quantized operand
+        that is transformed; or None.
       watch: name under which non-finite elements are reported (see `fp4jax.checked`), or None.
     """
 
     dtype: np.dtype[Any]
+    hadamard: Hadamard | None = None
     watch: str | None = None
 
-    hadamard = None
     needs_key = False
 
     def __post_init__(self) -> None:
         dtype = np.dtype(self.dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"dtype must be floating, not {dtype}")
+        if not isinstance(self.hadamard, Hadamard | None):
+            raise TypeError(f"hadamard must be Hadamard(...) or None, not {self.hadamard!r}")
         object.__setattr__(self, "dtype", dtype)
 
 
@@ -54,10 +59,11 @@ class Gemm:
 
     def without_hadamard(self) -> Self:
         """The same product with untransformed operands."""
-        lhs, rhs = (
-            dataclasses.replace(rule, hadamard=None) if isinstance(rule, Quantizer) else rule
-            for rule in (self.lhs, self.rhs)
-        )
+        return self.with_hadamard(None)
+
+    def with_hadamard(self, hadamard: Hadamard | None) -> Self:
+        """The same product with both operands transformed."""
+        lhs, rhs = (dataclasses.replace(rule, hadamard=hadamard) for rule in (self.lhs, self.rhs))
         return dataclasses.replace(self, lhs=lhs, rhs=rhs)
 
 

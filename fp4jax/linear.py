@@ -1,0 +1,168 @@
+"""The linear layer ``y = x w`` whose three products, Fprop, Dgrad and Wgrad, run by a recipe.
+
+The backward pass keeps the Wgrad operand of the activation as the recipe has it, packed where it
+is quantized, and the weight: packed if Fprop and Dgrad share it, else as it came.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from fp4jax.products import Layout
+from fp4jax.qtensor import Operand, QTensor
+from fp4jax.quantize import encode, rotate
+from fp4jax.quantizer import Quantizer
+from fp4jax.recipe import Cast, OperandRule, Recipe
+from fp4jax.refuse import refuse_derivative
+from fp4jax.watch import report_non_finite
+
+# What `jax.checkpoint` policies know the kept operands by.
+RESIDUAL = "fp4jax.residual"
+
+# The six operands' random streams, in the order of Recipe's fields.
+_FPROP_LHS, _FPROP_RHS, _DGRAD_LHS, _DGRAD_RHS, _WGRAD_LHS, _WGRAD_RHS = range(6)
+STREAMS = 6
+
+
+class Spec(NamedTuple):
+    """What is static about a layer: its recipe, and the dtypes of result and arguments."""
+
+    recipe: Recipe
+    out_dtype: np.dtype[Any]
+    lhs_dtype: np.dtype[Any]
+    rhs_dtype: np.dtype[Any]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def linear(spec: Spec, x: Array, w: Array, words: Array | None, layout: Layout) -> Array:
+    """The product, differentiable once.
+
+    Args:
+      spec: recipe and dtypes.
+      x: [..., M, K], the activation.
+      w: [..., K, N], the weight.
+      words: uint32[STREAMS, 2, 2] from `key_words`; None if no operand that is computed draws.
+      layout: which rows meet which weights.
+
+    Returns:
+      [..., M, N] in ``spec.out_dtype``. Cotangents are in the dtypes of the arguments.
+
+    Raises:
+      ValueError: if the recipe draws random bits in what is computed, and ``words`` is None.
+      NotImplementedError: for second derivatives.
+    """
+    return _forward(spec, x, w, words, layout)[0]
+
+
+_SECOND = "fp4jax's products have no second derivative: their backward pass is quantized"
+
+
+def _linear_fwd(
+    spec: Spec, x: Array, w: Array, words: Array | None, layout: Layout
+) -> tuple[Array, Any]:
+    y, kept = _forward(spec, x, w, words, layout)
+    # Named out here: a policy of jax.checkpoint does not look into a guarded function.
+    return y, (jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), kept), words, layout)
+
+
+@refuse_derivative(_SECOND, 1)
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(
+    spec: Spec, x: Array, w: Array, words: Array | None, layout: Layout
+) -> tuple[Array, tuple[QTensor | Array, QTensor | Array]]:
+    fprop, wgrad = spec.recipe.fprop, spec.recipe.wgrad
+    x_operand = _operand(x, fprop.lhs, -1, words, _FPROP_LHS, layout.row_groups)
+    if _weight_is_shared(spec.recipe):
+        # One quantization, blocks along N; square tiles make it serve K as well.
+        assert isinstance(fprop.rhs, Quantizer)
+        encoded = encode(w, fprop.rhs, -1, None, layout.weight_groups)
+        w_operand = encoded.operand()
+        w_kept: QTensor | Array = encoded.pack(w.shape[-1], -1, spec.rhs_dtype)
+    else:
+        w_operand = _operand(w, fprop.rhs, -2, words, _FPROP_RHS, layout.weight_groups)
+        w_kept = w
+    y = layout.rows(x_operand, w_operand, -2)
+    x_kept = _keep(x, wgrad.lhs, words, layout.row_groups)
+    return y.astype(spec.out_dtype), (x_kept, w_kept)
+
+
+@refuse_derivative(_SECOND, 1)
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(
+    spec: Spec,
+    kept: tuple[QTensor | Array, QTensor | Array],
+    words: Array | None,
+    layout: Layout,
+    dy: Array,
+) -> tuple[Array, Array]:
+    x_kept, w_kept = kept
+    dgrad, wgrad = spec.recipe.dgrad, spec.recipe.wgrad
+    if isinstance(w_kept, QTensor):
+        w_operand = w_kept.operand()
+    else:
+        w_operand = _operand(w_kept, dgrad.rhs, -1, words, _DGRAD_RHS, layout.weight_groups)
+    dy_operand = _operand(dy, dgrad.lhs, -1, words, _DGRAD_LHS, layout.row_groups)
+    dx = layout.rows(dy_operand, w_operand, -1)
+
+    dy_operand = _operand(dy, wgrad.rhs, -2, words, _WGRAD_RHS, layout.row_groups)
+    if isinstance(x_kept, QTensor):
+        dw = layout.weights(x_kept.operand(), dy_operand, -1, -2)
+    else:
+        dw = layout.weights(Operand(x_kept, None), dy_operand, -2, -2)
+    return dx.astype(spec.lhs_dtype), dw.astype(spec.rhs_dtype)
+
+
+def _linear_bwd(spec: Spec, kept: Any, dy: Array) -> tuple[Array, Array, Any, Any]:
+    operands, words, layout = kept
+    none = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), (words, layout))
+    return *_backward(spec, operands, words, layout, dy), *none
+
+
+linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+def _weight_is_shared(recipe: Recipe) -> bool:
+    """Whether Fprop and Dgrad see the same quantized weight."""
+    fprop, dgrad = (
+        dataclasses.replace(gemm.rhs, watch=None) for gemm in (recipe.fprop, recipe.dgrad)
+    )
+    return isinstance(fprop, Quantizer) and fprop == dgrad and fprop.square
+
+
+def _operand(
+    x: Array, rule: OperandRule, axis: int, words: Array | None, stream: int, groups: Array | None
+) -> Operand:
+    if isinstance(rule, Cast):
+        return Operand(_cast(x, rule, axis), None)
+    return encode(x, rule, axis, _stream(rule, words, stream), groups).operand()
+
+
+def _keep(
+    x: Array, rule: OperandRule, words: Array | None, groups: Array | None
+) -> QTensor | Array:
+    """The Wgrad operand of the activation, blocks along the tokens, as the backward keeps it."""
+    if isinstance(rule, Cast):
+        return _cast(x, rule, -2)
+    encoded = encode(x, rule, -2, _stream(rule, words, _WGRAD_LHS), groups)
+    return encoded.pack(x.shape[-2], -2, np.dtype(x.dtype))
+
+
+def _cast(x: Array, rule: Cast, axis: int) -> Array:
+    if rule.watch is not None:
+        report_non_finite(x, rule.watch)
+    if rule.hadamard is not None:
+        x = rotate(x, rule.hadamard, axis)
+    return x.astype(rule.dtype)
+
+
+def _stream(rule: Quantizer, words: Array | None, stream: int) -> Array | None:
+    if not rule.needs_key:
+        return None
+    if words is None:
+        raise ValueError("key is missing: the recipe rounds stochastically in this pass")
+    return words[stream]

@@ -1,0 +1,142 @@
+"""The matrix products of a linear layer: plain ones, and those of rows that belong to groups.
+
+A layout knows which rows of the activation meet which weight matrix. Operands without their
+tensor scale are exact in bfloat16; the product accumulates in float32 and the tensor scales
+multiply the result, as in 4-bit tensor cores. Axes are counted from the end: -1 or -2.
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fp4jax.qtensor import Operand
+
+
+class Layout(Protocol):
+    """How the rows of the activation [..., M, K] meet the weights [..., K, N]."""
+
+    @property
+    def row_groups(self) -> Array | None:
+        """Which leading entries of activation and gradient share a tensor scale; None for all."""
+
+    @property
+    def weight_groups(self) -> Array | None:
+        """The same of the weight."""
+
+    def rows(self, a: Operand, b: Operand, b_contract: int) -> Array:
+        """Fprop and Dgrad: rows of ``a`` (contracting its last axis) times matrices ``b``."""
+
+    def weights(self, a: Operand, b: Operand, a_contract: int, b_contract: int) -> Array:
+        """Wgrad: for each matrix the product of its rows of ``a`` with those of ``b``."""
+
+
+class Dense(NamedTuple):
+    """Every row of a batch entry meets the weight of that entry; one tensor scale for all."""
+
+    @property
+    def row_groups(self) -> Array | None:
+        return None
+
+    @property
+    def weight_groups(self) -> Array | None:
+        return None
+
+    def rows(self, a: Operand, b: Operand, b_contract: int) -> Array:
+        return self.weights(a, b, -1, b_contract)
+
+    def weights(self, a: Operand, b: Operand, a_contract: int, b_contract: int) -> Array:
+        product = _contract(a.values, b.values, a_contract, b_contract)
+        # One scale after the other: their product could underflow.
+        if a.scale is not None:
+            product = product * _beside(a.scale, a_contract, -1)
+        if b.scale is not None:
+            product = product * _beside(b.scale, b_contract, -2)
+        return product
+
+
+class Tiles(NamedTuple):
+    """Rows in tiles [B, T, K], each of one group; a group has its own weight and tensor scales.
+
+    A group's rows fill whole tiles, padded with zeros, so that no block and no product has rows
+    of two groups: nothing of one, not even a NaN, reaches another.
+
+    Attributes:
+      group: int32[B], each tile's group.
+      used: int32, how many tiles hold rows; they come first.
+      numbers: int32[G], 0 to G - 1.
+    """
+
+    group: Array
+    used: Array
+    numbers: Array
+
+    @property
+    def row_groups(self) -> Array:
+        return self.group
+
+    @property
+    def weight_groups(self) -> Array:
+        return self.numbers
+
+    def rows(self, a: Operand, b: Operand, b_contract: int) -> Array:
+        tiles, length, _ = a.values.shape
+        features = b.values.shape[-1 if b_contract == -2 else -2]
+
+        def multiply(i: Array, y: Array) -> Array:
+            product = _contract(a.values[i], b.values[self.group[i]], -1, b_contract)
+            return y.at[i].set(product)
+
+        y = jnp.zeros((tiles, length, features), jnp.float32)
+        y = lax.fori_loop(0, self.used, multiply, y)
+        if a.scale is not None:
+            y = y * _matrices(a.scale)
+        if b.scale is not None:
+            y = y * _beside(_matrices(b.scale), b_contract, -2)[self.group]
+        return y
+
+    def weights(self, a: Operand, b: Operand, a_contract: int, b_contract: int) -> Array:
+        shape = jax.eval_shape(
+            lambda a, b: _contract(a, b, a_contract, b_contract), a.values, b.values
+        ).shape
+
+        def add(i: Array, dw: Array) -> Array:
+            product = _contract(a.values[i], b.values[i], a_contract, b_contract)
+            return dw.at[self.group[i]].add(product)
+
+        dw = jnp.zeros((self.numbers.size, *shape[1:]), jnp.float32)
+        dw = lax.fori_loop(0, self.used, add, dw)
+        for operand, contract, beside in ((a, a_contract, -1), (b, b_contract, -2)):
+            if operand.scale is not None:
+                # All tiles of a group have its scale.
+                scale = _beside(_matrices(operand.scale), contract, beside)
+                per_group = jnp.zeros((self.numbers.size, *scale.shape[1:]), jnp.float32)
+                dw = dw * per_group.at[self.group].set(scale)
+        return dw
+
+
+def _contract(a: Array, b: Array, a_contract: int, b_contract: int) -> Array:
+    """The product over the given axes, batched over those before the last two, in float32."""
+    batch = tuple(range(a.ndim - 2))
+    contract = ((a.ndim + a_contract,), (b.ndim + b_contract,))
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        (contract, (batch, batch)),
+        # GPUs would otherwise round float32 operands to TF32.
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _beside(scale: Array, contract: int, product_axis: int) -> Array:
+    """A scale per row of an operand, turned so that its length-1 axis is ``product_axis``."""
+    turn = scale.ndim > 0 and contract != product_axis
+    return jnp.swapaxes(scale, -1, -2) if turn else scale
+
+
+def _matrices(scale: Array) -> Array:
+    """Scales per leading entry, [B] as a `QTensor` keeps them or [B, M, 1], with three axes."""
+    return scale[:, None, None] if scale.ndim == 1 else scale
