@@ -5,6 +5,8 @@ from fp4jax import formats as formats
 from fp4jax import nnx as nnx
 from fp4jax import recipes as recipes
 from fp4jax.checked import checked as checked
+from fp4jax.einsum import einsum as einsum
+from fp4jax.einsum import matmul as matmul
 from fp4jax.formats import FP4_UE5M3 as FP4_UE5M3
 from fp4jax.formats import FP8_BLOCK as FP8_BLOCK
 from fp4jax.formats import FP8_TENSOR as FP8_TENSOR
@@ -23,6 +25,7 @@ from fp4jax.qtensor import QTensor as QTensor
 from fp4jax.quantize import fake_quantize as fake_quantize
 from fp4jax.quantize import quantize as quantize
 from fp4jax.quantizer import Quantizer as Quantizer
+from fp4jax.ragged import ragged_dot as ragged_dot
 from fp4jax.recipe import Cast as Cast
 from fp4jax.recipe import Gemm as Gemm
 from fp4jax.recipe import Recipe as Recipe
