@@ -2,6 +2,7 @@
 
 from fp4jax import diagnostics as diagnostics
 from fp4jax import formats as formats
+from fp4jax import linen as linen
 from fp4jax import nnx as nnx
 from fp4jax import recipes as recipes
 from fp4jax.checked import checked as checked
@@ -19,8 +20,14 @@ from fp4jax.formats import NVFP4 as NVFP4
 from fp4jax.formats import NVINT4 as NVINT4
 from fp4jax.formats import Format as Format
 from fp4jax.hadamard import Hadamard as Hadamard
+from fp4jax.hooks import ConvGeneralDilated as ConvGeneralDilated
+from fp4jax.hooks import DotGeneral as DotGeneral
+from fp4jax.hooks import EinsumOp as EinsumOp
+from fp4jax.layers import Layer as Layer
 from fp4jax.matmul import dot_general as dot_general
+from fp4jax.policy import Blocks as Blocks
 from fp4jax.policy import Policy as Policy
+from fp4jax.policy import Rule as Rule
 from fp4jax.qtensor import QTensor as QTensor
 from fp4jax.quantize import fake_quantize as fake_quantize
 from fp4jax.quantize import quantize as quantize
@@ -36,3 +43,4 @@ from fp4jax.scaling import BetterElement as BetterElement
 from fp4jax.scaling import FourOverSix as FourOverSix
 from fp4jax.scaling import PowerOfTwo as PowerOfTwo
 from fp4jax.scaling import RowScaled as RowScaled
+from fp4jax.schedule import Schedule as Schedule

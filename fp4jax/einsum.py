@@ -1,6 +1,7 @@
 """einsum and matmul: the notations of NumPy for quantized products of two arrays at a time."""
 
 import string
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +46,23 @@ def einsum(
     for operand in operands[1:]:
         check_product(operands[0], operand, recipe, preferred_element_type)
     dtype = preferred_element_type or jnp.result_type(*operands)
-    random_words(recipe, key)  # for its error, before anything is computed
+
+    def draw(step: int) -> Array | None:
+        # Each product of a chain draws bits of its own; a single one those of dot_general.
+        step_key = key if key is None or step == 0 else jax.random.fold_in(key, step)
+        return random_words(recipe, step_key)
+
+    return contract(subscripts, operands, recipe, draw, dtype)
+
+
+def contract(
+    subscripts: str,
+    operands: Sequence[Array],
+    recipe: Recipe,
+    draw: Callable[[int], Array | None],
+    dtype: Any,
+) -> Array:
+    """`einsum` of checked arguments; ``draw`` gives the random words of each step."""
     _, path = opt_einsum.contract_path(subscripts, *operands, einsum_call=True)
     remaining = list(enumerate(operands))  # with their places, which decide who is lhs
     for step, (indices, _, contraction, *_) in enumerate(path):
@@ -58,12 +75,9 @@ def einsum(
         if len(factors) != 2:
             raise ValueError(f"subscripts {subscripts!r} leave an operand without a product")
         (place, x, x_term), (_, w, w_term) = factors
-        # Each product of a chain draws bits of its own; a single one those of dot_general.
-        step_key = key if key is None or step == 0 else jax.random.fold_in(key, step)
-        words = random_words(recipe, step_key)
-        remaining.append((place, _pair(x, x_term, w, w_term, result, recipe, words, dtype)))
-    ((_, y),) = remaining
-    return y
+        y = _pair(x, x_term, w, w_term, result, recipe, draw(step), dtype)
+        remaining.append((place, y))
+    return remaining[0][1]
 
 
 def matmul(

@@ -65,9 +65,17 @@ _SECOND = "fp4jax's products have no second derivative: their backward pass is q
 def _linear_fwd(
     spec: Spec, x: Array, w: Array, words: Array | None, layout: Layout
 ) -> tuple[Array, Any]:
-    y, kept = _forward(spec, x, w, words, layout)
-    # Named out here: a policy of jax.checkpoint does not look into a guarded function.
-    return y, (jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), kept), words, layout)
+    y, (x_kept, w_kept) = _forward(spec, x, w, words, layout)
+    # Named out here: a policy of jax.checkpoint does not look into a guarded function. A weight
+    # that is kept as it came is at hand anyway.
+    x_kept = _named(x_kept)
+    if isinstance(w_kept, QTensor):
+        w_kept = _named(w_kept)
+    return y, ((x_kept, w_kept), words, layout)
+
+
+def _named(kept: Any) -> Any:
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), kept)
 
 
 @refuse_derivative(_SECOND, 1)
@@ -164,5 +172,8 @@ def _stream(rule: Quantizer, words: Array | None, stream: int) -> Array | None:
     if not rule.needs_key:
         return None
     if words is None:
-        raise ValueError("key is missing: the recipe rounds stochastically in this pass")
+        raise ValueError(
+            "key is missing: the recipe rounds stochastically in this pass "
+            "(with Flax Linen: apply(..., rngs={'quantize': key}))"
+        )
     return words[stream]

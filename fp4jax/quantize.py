@@ -249,6 +249,7 @@ def _scales(
         scales = rule(Blocks(y, amax, over_tensor(kept), window, axis, format, words))
         nan = jnp.float32(np.nan)
         if scales.block is None:
+            assert scales.tensor is not None
             good = over_tensor(block_amax) < infinity
             return scales._replace(
                 tensor=jnp.where(good, scales.tensor, nan), encode=jnp.where(good, scales.encode, 0)

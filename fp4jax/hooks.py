@@ -1,0 +1,188 @@
+"""Quantized products as values, in the shapes that Flax's and NumPy's hooks call.
+
+Each is a frozen dataclass around a `Recipe`, hashable and so static under ``jit``. The result has
+the dtype of ``lhs`` unless another is asked for: Flax layers cast the activation to the dtype they
+compute in.
+
+Where the recipe rounds stochastically, the key is the argument ``key``; inside a Flax Linen module
+it is drawn from that module's stream ``quantize`` instead. Without that stream a Linen model still
+runs forward, where only the backward pass draws random bits; the backward pass then raises.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen
+from jax import Array, lax
+
+from fp4jax.conv import convolve
+from fp4jax.einsum import contract
+from fp4jax.matmul import DimensionNumbers, check_product, multiply, random_words
+from fp4jax.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+    """`fp4jax.dot_general` with its recipe, in place of `jax.lax.dot_general`.
+
+    For ``dot_general=`` of Flax layers, ``qkv_dot_general=`` and ``out_dot_general=`` of attention,
+    and ``_dot_general=`` of `jax.numpy.einsum`, which may swap its operands, and with them
+    activation and weight (`fp4jax.einsum` does not).
+    """
+
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        _check_recipe(self.recipe)
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: None = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: None = None,
+        key: Array | None = None,
+    ) -> Array:
+        """As `fp4jax.dot_general`; ``precision`` and ``out_sharding`` must be None."""
+        _check(lhs, rhs, self.recipe, precision, out_sharding, preferred_element_type)
+        dtype = preferred_element_type or lhs.dtype
+        return multiply(lhs, rhs, dimension_numbers, self.recipe, _words(self.recipe, key), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class EinsumOp:
+    """`fp4jax.einsum` of two operands with its recipe, for ``einsum_op=`` of `flax.nnx.Einsum`."""
+
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        _check_recipe(self.recipe)
+
+    def __call__(
+        self,
+        subscripts: str,
+        lhs: Array,
+        rhs: Array,
+        *,
+        precision: None = None,
+        preferred_element_type: Any = None,
+        out_sharding: None = None,
+        key: Array | None = None,
+    ) -> Array:
+        """As `fp4jax.einsum`; ``precision`` and ``out_sharding`` must be None."""
+        _check(lhs, rhs, self.recipe, precision, out_sharding, preferred_element_type)
+        words = _words(self.recipe, key)
+        dtype = preferred_element_type or lhs.dtype
+        return contract(subscripts, (lhs, rhs), self.recipe, lambda step: words, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvGeneralDilated:
+    """A quantized convolution, for ``conv_general_dilated=`` of Flax's ``Conv``.
+
+    The input's patches are the activation, the kernel the weight.
+    """
+
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        _check_recipe(self.recipe)
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        window_strides: Sequence[int],
+        padding: str | Sequence[tuple[int, int]],
+        lhs_dilation: Sequence[int] | None = None,
+        rhs_dilation: Sequence[int] | None = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        batch_group_count: int = 1,
+        precision: None = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: None = None,
+        key: Array | None = None,
+    ) -> Array:
+        """As `jax.lax.conv_general_dilated`.
+
+        Raises:
+          NotImplementedError: for more than one feature or batch group: a depthwise or grouped
+            convolution is no single matrix product.
+        """
+        _check(lhs, rhs, self.recipe, precision, out_sharding, preferred_element_type)
+        for name, count in (
+            ("feature_group_count", feature_group_count),
+            ("batch_group_count", batch_group_count),
+        ):
+            if count != 1:
+                raise NotImplementedError(f"{name} of a quantized convolution is 1, not {count}")
+        return convolve(
+            lhs,
+            rhs,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            self.recipe,
+            _words(self.recipe, key),
+            preferred_element_type or lhs.dtype,
+        )
+
+
+Hook = DotGeneral | EinsumOp | ConvGeneralDilated
+
+
+def keep_kernel(arrays: Sequence[Any], *, dtype: Any = None) -> tuple[Any, ...]:
+    """A layer's ``promote_dtype`` that leaves the kernel as it is, to be quantized from float32.
+
+    Args:
+      arrays: inputs, kernel, and a bias or None.
+      dtype: that the layer computes in; by default what all of them promote to.
+    """
+    inputs, kernel, bias = arrays
+    dtype = dtype or jnp.result_type(*(a for a in arrays if a is not None))
+    return inputs.astype(dtype), kernel, None if bias is None else bias.astype(dtype)
+
+
+class _Draw(linen.Module):
+    """A key of the running Linen module's stream, None if it has none.
+
+    A module that is made inside another's method becomes its child, which is how Flax says which
+    module is running; it holds no parameter.
+    """
+
+    def __call__(self) -> Array | None:
+        return self.make_rng("quantize") if self.has_rng("quantize") else None
+
+
+def _words(recipe: Recipe, key: Array | None) -> Array | None:
+    if recipe.needs_key and key is None:
+        draw = _Draw()
+        if draw.scope is not None:
+            key = draw()
+            return None if key is None else random_words(recipe, key)
+    return random_words(recipe, key)
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be a Recipe such as fp4jax.recipes.nvfp4(), not {recipe!r}")
+
+
+def _check(
+    lhs: Array, rhs: Array, recipe: Recipe, precision: Any, out_sharding: Any, dtype: Any
+) -> None:
+    for name, value in (("precision", precision), ("out_sharding", out_sharding)):
+        if value not in (None, lax.Precision.DEFAULT):
+            raise ValueError(
+                f"{name} must be None, not {value}: the recipe decides how products run"
+            )
+    check_product(lhs, rhs, recipe, dtype)
