@@ -32,13 +32,11 @@ def pad(x: Array, window: Window) -> Array:
 def amax(x: Array, window: Window | None) -> Array:
     """The largest magnitude in each block of float32 ``x``: [..., M/h, N/w]; NaN if it has one."""
     if window is None:
-        return jnp.max(jnp.abs(x))
+        return largest(x)
     *batch, rows, columns = x.shape
     height, width = window
     if height > 1:
-        # As integers magnitudes have the same order, with NaN above all numbers.
-        bits = float_bits(x).reshape(*batch, rows // height, height, columns)
-        x = bits_float(jnp.max(bits & jnp.uint32(0x7FFFFFFF), axis=-2))
+        x = largest(x.reshape(*batch, rows // height, height, columns), -2)
     if width > 1:
         # One reduction that takes magnitudes as it goes: on CPUs a maximum over |x| along a short
         # last axis first writes |x| to memory, several times slower for large arrays.
@@ -47,8 +45,17 @@ def amax(x: Array, window: Window | None) -> Array:
     return x
 
 
+def largest(x: Array, *axes: int) -> Array:
+    """The largest magnitude of float32 ``x`` over the axes, or over all; NaN if there is one.
+
+    As integers magnitudes have the same order, with NaN above all numbers. XLA's maximum of
+    floats on CPUs loses a NaN where the axis is long.
+    """
+    return bits_float(jnp.max(float_bits(jnp.abs(x)), axes or None))
+
+
 def _larger_magnitude(a: Array, b: Array) -> Array:
-    return jnp.maximum(jnp.abs(a), jnp.abs(b))
+    return bits_float(jnp.maximum(float_bits(jnp.abs(a)), float_bits(jnp.abs(b))))
 
 
 def expand(per_block: Array, window: Window | None) -> Array:

@@ -10,6 +10,7 @@ import opt_einsum
 from jax import Array, lax
 
 from fp4jax.matmul import check_product, multiply, random_words
+from fp4jax.products import promoted
 from fp4jax.recipe import Recipe
 
 
@@ -45,7 +46,7 @@ def einsum(
         raise ValueError(f"einsum multiplies two or more operands, not {len(operands)}")
     for operand in operands[1:]:
         check_product(operands[0], operand, recipe, preferred_element_type)
-    dtype = preferred_element_type or jnp.result_type(*operands)
+    dtype = preferred_element_type or promoted(*operands)
 
     def draw(step: int) -> Array | None:
         # Each product of a chain draws bits of its own; a single one those of dot_general.
@@ -114,7 +115,7 @@ def matmul(
     if a.shape[-1] != (b.shape[-2] if b.ndim > 1 else b.shape[0]):
         raise ValueError(f"matmul contracts axes of one length, not shapes {a.shape}, {b.shape}")
     jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    dtype = preferred_element_type or jnp.result_type(a, b)
+    dtype = preferred_element_type or promoted(a, b)
     return _pair(a, a_term, b, b_term, result, recipe, random_words(recipe, key), dtype)
 
 

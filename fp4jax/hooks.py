@@ -13,13 +13,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from flax import linen
 from jax import Array, lax
 
 from fp4jax.conv import convolve
 from fp4jax.einsum import contract
 from fp4jax.matmul import DimensionNumbers, check_product, multiply, random_words
+from fp4jax.products import promoted
 from fp4jax.recipe import Recipe
 
 
@@ -148,7 +148,7 @@ def keep_kernel(arrays: Sequence[Any], *, dtype: Any = None) -> tuple[Any, ...]:
       dtype: that the layer computes in; by default what all of them promote to.
     """
     inputs, kernel, bias = arrays
-    dtype = dtype or jnp.result_type(*(a for a in arrays if a is not None))
+    dtype = dtype or promoted(*(a for a in arrays if a is not None))
     return inputs.astype(dtype), kernel, None if bias is None else bias.astype(dtype)
 
 

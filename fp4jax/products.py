@@ -5,7 +5,8 @@ tensor scale are exact in bfloat16; the product accumulates in float32 and the t
 multiply the result, as in 4-bit tensor cores. Axes are counted from the end: -1 or -2.
 """
 
-from typing import NamedTuple, Protocol
+import functools
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -116,11 +117,17 @@ class Tiles(NamedTuple):
         return dw
 
 
+def promoted(*arrays: Array) -> Any:
+    """The dtype that arrays of these dtypes promote to, also where JAX is set to refuse that."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, (array.dtype for array in arrays))
+
+
 def _contract(a: Array, b: Array, a_contract: int, b_contract: int) -> Array:
     """The product over the given axes, batched over those before the last two, in float32."""
     batch = tuple(range(a.ndim - 2))
     contract = ((a.ndim + a_contract,), (b.ndim + b_contract,))
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    dtype = promoted(a, b)
     return lax.dot_general(
         a.astype(dtype),
         b.astype(dtype),

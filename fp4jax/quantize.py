@@ -224,16 +224,19 @@ def _scales(
     rule, format, window = quantizer.rule, quantizer.format, quantizer.window(axis)
     infinity = jnp.float32(np.inf)
     if window is None and groups is not None:
-        block_amax = jnp.max(jnp.abs(y), (-2, -1), keepdims=True)
+        block_amax = blocks.largest(y, -2, -1)[:, None, None]
     else:
         block_amax = blocks.amax(y, window)
-    largest = jnp.max(block_amax)
+    largest = blocks.largest(block_amax)
 
-    def over_tensor(per_block: Array) -> Array:
+    def over_tensor(magnitudes: Array) -> Array:
         """The maximum over all blocks, rows or elements that share a tensor scale."""
+        if groups is None and not rule.per_row:
+            return blocks.largest(magnitudes)
         if groups is None or (rule.per_row and axis == -1):
-            return jnp.max(per_block, axis, keepdims=True) if rule.per_row else jnp.max(per_block)
-        per_entry = jnp.max(per_block, -2 if rule.per_row else (-2, -1), keepdims=True)
+            return jnp.expand_dims(blocks.largest(magnitudes, axis), axis)
+        axes = (-2,) if rule.per_row else (-2, -1)
+        per_entry = jnp.expand_dims(blocks.largest(magnitudes, *axes), axes)
         return jax.ops.segment_max(per_entry, groups, groups.size)[groups]
 
     def finite() -> Scales:
@@ -250,7 +253,7 @@ def _scales(
         nan = jnp.float32(np.nan)
         if scales.block is None:
             assert scales.tensor is not None
-            good = over_tensor(block_amax) < infinity
+            good = over_tensor(jnp.where(good, jnp.float32(0), jnp.float32(1))) == 0
             return scales._replace(
                 tensor=jnp.where(good, scales.tensor, nan), encode=jnp.where(good, scales.encode, 0)
             )

@@ -10,7 +10,7 @@ from jax import Array
 
 from fp4jax.linear import Spec, linear
 from fp4jax.matmul import check_product, random_words
-from fp4jax.products import Tiles
+from fp4jax.products import Tiles, promoted
 from fp4jax.quantizer import Quantizer
 from fp4jax.recipe import Recipe
 
@@ -55,7 +55,7 @@ def ragged_dot(
     check_product(lhs, rhs, recipe, preferred_element_type)
     group_sizes = _checked_sizes(lhs, rhs, group_sizes)
     words = random_words(recipe, key)
-    dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
+    dtype = np.dtype(preferred_element_type or promoted(lhs, rhs))
     if lhs.size == 0 or rhs.size == 0:
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype)
     # Each row's place in the tiles, and each place's row; out of range where there is none.

@@ -74,3 +74,28 @@ def rotated(x, axis=-1, signs=SIGNS):
     groups = x.reshape(*x.shape[:-1], -1, len(signs))
     y = groups @ (np.diag(signs) @ sylvester(len(signs)))
     return np.moveaxis(y.reshape(x.shape), -1, axis)
+
+
+def integers(shape, seed, axis):
+    """Small integers times a power of two that varies along ``axis``: they rotate exactly."""
+    rng = np.random.default_rng(seed)
+    sizes = [1] * len(shape)
+    sizes[axis] = shape[axis]
+    return np.float32(rng.integers(-8, 9, shape) * 2.0 ** rng.integers(-9, 4, sizes))
+
+
+def decoded(x, tile=(1, 16)):
+    """What a matrix becomes in NVFP4, float64."""
+    _, _, tensor, values = nvfp4(x, tile)
+    return np.float64(values) * np.float64(tensor)
+
+
+def nearest_products(x, w, dy):
+    """Fprop, Dgrad and Wgrad of the paper's recipe with nearest rounding throughout, float64.
+
+    Also the same with all terms positive, for error bounds.
+    """
+    qw = decoded(w.T, (16, 16)).T
+    x_turned, dy_turned = (decoded(rotated(a.T)) for a in (x, dy))
+    pairs = [(decoded(x), qw), (decoded(dy), qw.T), (x_turned, dy_turned.T)]
+    return [a @ b for a, b in pairs], [np.abs(a) @ np.abs(b) for a, b in pairs]

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
 from jax import lax
+from reference import SIGNS, decoded, integers, nearest_products, rotated, sylvester
 
 import fp4jax as fp4
 
@@ -21,27 +21,6 @@ ROTATED = fp4.Quantizer(fp4.NVFP4, hadamard=RHT)
 NEAREST = NVFP4.replace(dgrad=fp4.Gemm(ROW, SQUARE), wgrad=fp4.Gemm(ROTATED, ROTATED))
 PLAIN = fp4.Cast(np.float32)
 FLOAT32 = fp4.Recipe("f32", *[fp4.Gemm(PLAIN, PLAIN)] * 3)
-
-
-def integers(shape, seed, axis):
-    """Small integers times a power of two that varies along ``axis``: they rotate exactly."""
-    rng = np.random.default_rng(seed)
-    sizes = [1] * len(shape)
-    sizes[axis] = shape[axis]
-    return np.float32(rng.integers(-8, 9, shape) * 2.0 ** rng.integers(-9, 4, sizes))
-
-
-def decoded(x, tile=(1, 16)):
-    _, _, tensor, values = reference.nvfp4(x, tile)
-    return np.float64(values) * np.float64(tensor)
-
-
-def three_products(x, w, dy):
-    """Fprop, Dgrad and Wgrad of NEAREST in float64, and the same with all terms positive."""
-    qw = decoded(w.T, (16, 16)).T
-    rotated = [decoded(reference.rotated(a.T)) for a in (x, dy)]
-    pairs = [(decoded(x), qw), (decoded(dy), qw.T), (rotated[0], rotated[1].T)]
-    return [a @ b for a, b in pairs], [np.abs(a) @ np.abs(b) for a, b in pairs]
 
 
 def run(recipe, x, w, dy, key=None):
@@ -60,7 +39,7 @@ def run(recipe, x, w, dy, key=None):
 def test_three_products_in_float64(m, k, n, dtype):
     x, w, dy = integers((m, k), 0, 1), integers((k, n), 1, 0), integers((m, n), 2, 1)
     got = run(NEAREST, x.astype(dtype), w, dy)
-    expected, magnitude = three_products(x, w, dy)
+    expected, magnitude = nearest_products(x, w, dy)
     assert [a.dtype for a in got] == [jnp.float32, dtype, jnp.float32]
     for result, value, size in zip(got, expected, magnitude, strict=True):
         # float32 accumulation; a bfloat16 cotangent is rounded once more.
@@ -116,11 +95,11 @@ def test_stochastic_gradients_are_unbiased(product):
         dy = with_peaks((m, n), 2)
         expected = np.float64(dy) @ decoded(w.T, (16, 16))
     else:
-        rotated = with_peaks((n, m), 2)
-        # dy is what the transform turns into `rotated`.
-        inverse = (np.diag(reference.SIGNS) @ reference.sylvester(16)).T
-        dy = np.float32((rotated.reshape(n, -1, 16) @ inverse).reshape(n, m).T)
-        expected = decoded(reference.rotated(x.T)) @ np.float64(rotated.T)
+        turned = with_peaks((n, m), 2)
+        # dy is what the transform turns into `turned`.
+        inverse = (np.diag(SIGNS) @ sylvester(16)).T
+        dy = np.float32((turned.reshape(n, -1, 16) @ inverse).reshape(n, m).T)
+        expected = decoded(rotated(x.T)) @ np.float64(turned.T)
     draws = draws_of(NVFP4, x, w, dy, 1 if product == "dgrad" else 2, count)
     error = draws.std(0, ddof=1) / np.sqrt(count)
     z = (draws.mean(0) - expected) / error

@@ -313,3 +313,32 @@ def test_quantizers_are_values():
     assert hash(a) == hash(b)
     names = itertools.combinations(QUANTIZERS.values(), 2)
     assert all(a != b for a, b in names)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("quantizer", "block"),
+    [
+        (fp4.Quantizer(fp4.NVFP4), (1, 16)),
+        (fp4.Quantizer(fp4.NVFP4, tile=(16, 16)), (16, 16)),
+        (fp4.Quantizer(fp4.NVFP4, hadamard=fp4.Hadamard(16)), (1, 16)),
+        (fp4.Quantizer(fp4.NVFP4, scale_rule=fp4.RowScaled()), (1, 16)),
+        (fp4.Quantizer(fp4.MXFP4), (1, 32)),
+        (fp4.Quantizer(fp4.FP8_BLOCK), (1, 128)),
+        (fp4.Quantizer(fp4.FP8_TENSOR), (512, 1024)),
+    ],
+    ids=str,
+)
+def test_a_bad_element_of_a_large_array_makes_its_block_nan_and_no_other(quantizer, block, bad):
+    """Large, since XLA's own maximum on CPUs loses a NaN only along long axes."""
+    x = np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32)
+    x[300, 700] = bad
+    expected = np.zeros(x.shape, bool)
+    row, column = 300 // block[0] * block[0], 700 // block[1] * block[1]
+    expected[row : row + block[0], column : column + block[1]] = True
+    for y in (
+        fp4.fake_quantize(x, quantizer),
+        fp4.quantize(x, quantizer).dequantize(),
+        fp4.fake_quantize(x.T, quantizer, axis=0).T,
+    ):
+        np.testing.assert_array_equal(np.isnan(y), expected)
