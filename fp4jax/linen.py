@@ -4,7 +4,11 @@ Stochastic rounding draws from the layers' stream ``quantize``: ``model.apply(va
 rngs={"quantize": key})``. Under `flax.linen.scan` it belongs in ``split_rngs``.
 """
 
-from typing import Any
+import dataclasses
+import functools
+import inspect
+import types
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import linen
@@ -15,6 +19,8 @@ from fp4jax.layers import LINEN_KINDS, Path, dotted, linen_layers, traced_init
 from fp4jax.policy import Policy
 from fp4jax.recipe import Recipe
 from fp4jax.schedule import Schedule
+
+M = TypeVar("M", bound=linen.Module)
 
 
 class Dense(linen.Dense, kw_only=True):
@@ -68,59 +74,17 @@ class Einsum(linen.Einsum, kw_only=True):
         return _einsum(self, EinsumOp(self.recipe), inputs, einsum_str)
 
 
-class Quantized(linen.Module):
-    """A model, some of whose layers are quantized; parameters and their paths are the model's own.
+def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs: Any) -> M:
+    """The model with the layers that ``policy`` reaches quantized, found by tracing one call.
 
-    Made by `quantize_model`.
-
-    Attributes:
-      model: the model as it was.
-      recipes: each of its layers' path, and the layer's recipe or None.
-    """
-
-    model: linen.Module
-    recipes: tuple[tuple[Path, Recipe | None], ...]
-
-    def setup(self) -> None:
-        linen.share_scope(self, self.model)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns.
-
-        Raises:
-          ValueError: if the call reaches a layer that the inputs given to `quantize_model` did
-            not, so that no rule has decided about it.
-        """
-        recipes, above = dict(self.recipes), len(self.path)
-
-        def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            layer = context.module
-            if context.method_name != "__call__" or not isinstance(layer, LINEN_KINDS):
-                return call(*args, **kwargs)
-            path = layer.path[above:]
-            if path not in recipes:
-                raise ValueError(
-                    f"layer {dotted(path)} was not there when the model was quantized: give "
-                    "quantize_model inputs that reach it"
-                )
-            if (recipe := recipes[path]) is None:
-                return call(*args, **kwargs)
-            return _call_quantized(layer, recipe, call, args, kwargs)
-
-        with linen.intercept_methods(intercept):
-            return self.model(*args, **kwargs)
-
-
-def quantize_model(
-    model: linen.Module, policy: Policy, *args: Any, step: int = 0, **kwargs: Any
-) -> Quantized:
-    """A model with the layers that ``policy`` reaches quantized, found by tracing one call.
-
-    Variables of ``model`` fit the result, and the other way round. A later ``step`` gives another
-    model, with the recipes that the policy's schedules have there.
+    The result is a module of a subclass of the model's own class, with the same attributes,
+    methods and variables; ``recipes`` has each layer's path with its recipe or None. A call that
+    reaches a layer which the example inputs did not reach raises ValueError, since no rule has
+    decided about it. A later ``step`` gives a module with the recipes that the policy's schedules
+    have there.
 
     Args:
-      model: any Linen model; for one that is already quantized, its original is taken.
+      model: any Linen model; one that is already quantized is quantized anew.
       policy: which layer gets which recipe.
       *args: example inputs, arrays or `jax.ShapeDtypeStruct`; the model is only traced.
       step: of training, for schedules.
@@ -133,8 +97,13 @@ def quantize_model(
     """
     if not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy such as Policy.keep_ends(), not {policy!r}")
-    original = model.model if isinstance(model, Quantized) else model
-    layers = linen_layers(original, args, kwargs)
+    base: Any = getattr(type(model), "_quantized_from", type(model))
+    fields = {
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(base)
+        if field.init and field.name != "parent"
+    }
+    layers = linen_layers(base(**fields), args, kwargs)
     chosen = policy.assign(layers)
 
     def now(path: Path) -> Recipe | None:
@@ -142,7 +111,7 @@ def quantize_model(
         return choice.at(step) if isinstance(choice, Schedule) else choice
 
     recipes = tuple((layer.path, now(layer.path)) for layer in layers)
-    quantized = Quantized(original, recipes)
+    quantized: M = _quantized_class(base)(**fields, recipes=recipes)
     traced_init(quantized, args, kwargs)  # raises what the layers themselves refuse
     for layer in layers:
         if layer.path in chosen and not layer.as_in_flax:
@@ -151,6 +120,55 @@ def quantize_model(
                 "Flax's does, and cannot be quantized"
             )
     return quantized
+
+
+@functools.cache
+def _quantized_class(base: type[Any]) -> type[Any]:
+    """A subclass whose methods run with the layers' products replaced.
+
+    One for each class, so that equal models are equal and jitted functions are found again. A
+    wrapper module would do less: it changes the paths of submodules that are attributes.
+    """
+
+    def guarded(method: Any) -> Any:
+        @linen.nowrap
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with linen.intercept_methods(_interceptor(dict(self.recipes), len(self.path))):
+                return method(self, *args, **kwargs)
+
+        return functools.update_wrapper(call, method, updated=())
+
+    def body(namespace: dict[str, Any]) -> None:
+        for cls in reversed(base.__mro__[: base.__mro__.index(linen.Module)]):
+            for name, method in vars(cls).items():
+                public = name == "__call__" or not name.startswith("_")
+                if inspect.isfunction(method) and public and name != "setup":
+                    namespace[name] = guarded(method)
+        namespace["__annotations__"] = {"recipes": tuple[tuple[Path, Recipe | None], ...]}
+        namespace["__module__"], namespace["__doc__"] = base.__module__, base.__doc__
+        namespace["_quantized_from"] = base
+
+    return types.new_class(f"Quantized{base.__name__}", (base,), {"kw_only": True}, body)
+
+
+def _interceptor(recipes: dict[Path, Recipe | None], above: int) -> Any:
+    """What replaces products, for layers ``above`` names below the top."""
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        layer = context.module
+        if context.method_name != "__call__" or not isinstance(layer, LINEN_KINDS):
+            return call(*args, **kwargs)
+        path = layer.path[above:]
+        if path not in recipes:
+            raise ValueError(
+                f"layer {dotted(path)} was not there when the model was quantized: give "
+                "quantize_model inputs that reach it"
+            )
+        if (recipe := recipes[path]) is None:
+            return call(*args, **kwargs)
+        return _call_quantized(layer, recipe, call, args, kwargs)
+
+    return intercept
 
 
 def _call_quantized(layer: Any, recipe: Recipe, call: Any, args: Any, kwargs: Any) -> Any:

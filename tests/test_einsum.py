@@ -115,7 +115,7 @@ def test_a_chain_multiplies_from_the_activation_on():
 
 def test_products_of_a_chain_share_no_random_bits():
     """Both see one gradient, halfway between grid points; with shared bits they round alike."""
-    halfway = np.where(np.arange(1024).reshape(32, 32) % 16 == 0, 6, 5).astype(np.float32)
+    halfway = np.where(np.arange(1024).reshape(32, 32).T % 16 == 0, 6, 5).astype(np.float32)
     eye, plain = jnp.eye(32), fp4.Gemm(PLAIN, PLAIN)
     recipe = fp4.recipes.nvfp4(hadamard=None).replace(dgrad=plain)
     rounded = recipe.wgrad.rhs
