@@ -24,6 +24,7 @@ from fp4jax.hooks import ConvGeneralDilated as ConvGeneralDilated
 from fp4jax.hooks import DotGeneral as DotGeneral
 from fp4jax.hooks import EinsumOp as EinsumOp
 from fp4jax.layers import Layer as Layer
+from fp4jax.linear import RESIDUAL as RESIDUAL
 from fp4jax.matmul import dot_general as dot_general
 from fp4jax.policy import Blocks as Blocks
 from fp4jax.policy import Policy as Policy

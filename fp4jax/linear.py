@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp4jax.products import Layout
@@ -74,7 +74,14 @@ def _linear_fwd(
     return y, ((x_kept, w_kept), words, layout)
 
 
-def _named(kept: Any) -> Any:
+def _named(kept: QTensor | Array) -> Any:
+    if isinstance(kept, QTensor) and kept.block_scales is not None:
+        # As bytes where they are: XLA on CPUs widens the float8 arrays that a scan stacks.
+        scales = kept.block_scales
+        if scales.dtype.itemsize == 1:
+            kept = dataclasses.replace(
+                kept, block_scales=lax.bitcast_convert_type(scales, np.uint8)
+            )
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), kept)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from fp4jax.linear import STREAMS, Spec, linear
+from fp4jax.manual import varying_alike
 from fp4jax.products import Dense
 from fp4jax.recipe import Recipe
 from fp4jax.rounding import key_words
@@ -81,6 +82,7 @@ def multiply(
     x = _grouped(lhs, (lhs_batch, lhs_free, lhs_contract))
     w = _grouped(rhs, (rhs_batch, rhs_contract, rhs_free))
     spec = Spec(recipe, np.dtype(result.dtype), np.dtype(lhs.dtype), np.dtype(rhs.dtype))
+    x, w, words = varying_alike(x, w, words)
     return linear(spec, x, w, words, Dense()).reshape(result.shape)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fp4jax.manual import varying_alike
 from fp4jax.qtensor import Operand
 
 
@@ -89,7 +90,7 @@ class Tiles(NamedTuple):
             product = _contract(a.values[i], b.values[self.group[i]], -1, b_contract)
             return y.at[i].set(product)
 
-        y = jnp.zeros((tiles, length, features), jnp.float32)
+        y, _ = varying_alike(jnp.zeros((tiles, length, features), jnp.float32), self.group)
         y = lax.fori_loop(0, self.used, multiply, y)
         if a.scale is not None:
             y = y * _matrices(a.scale)
@@ -107,6 +108,7 @@ class Tiles(NamedTuple):
             return dw.at[self.group[i]].add(product)
 
         dw = jnp.zeros((self.numbers.size, *shape[1:]), jnp.float32)
+        dw, _ = varying_alike(dw, self.group)
         dw = lax.fori_loop(0, self.used, add, dw)
         for operand, contract, beside in ((a, a_contract, -1), (b, b_contract, -2)):
             if operand.scale is not None:

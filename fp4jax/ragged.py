@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from fp4jax.linear import Spec, linear
+from fp4jax.manual import varying_alike
 from fp4jax.matmul import check_product, random_words
 from fp4jax.products import Tiles, promoted
 from fp4jax.quantizer import Quantizer
@@ -77,7 +78,8 @@ def ragged_dot(
     x = jnp.take(lhs, row, 0, mode="fill", fill_value=0).reshape(tiles, length, -1)
     layout = Tiles(group, jnp.sum(used), jnp.arange(groups, dtype=jnp.int32))
     spec = Spec(recipe, dtype, np.dtype(lhs.dtype), np.dtype(rhs.dtype))
-    y = linear(spec, x, rhs, words, layout)
+    x, w, words, layout = varying_alike(x, rhs, words, layout)
+    y = linear(spec, x, w, words, layout)
     return jnp.take(y.reshape(tiles * length, -1), place, 0, mode="fill", fill_value=0)
 
 
@@ -107,10 +109,10 @@ def _checked_sizes(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
             f"{group_sizes.shape}"
         )
     if not isinstance(group_sizes, jax.core.Tracer) and group_sizes.size:
-        smallest, total = int(group_sizes.min()), int(group_sizes.sum())
-        if smallest < 0 or total > lhs.shape[0]:
+        known = np.asarray(group_sizes)
+        if known.min() < 0 or known.sum() > lhs.shape[0]:
             raise ValueError(
                 f"group_sizes must be 0 or more and sum to at most {lhs.shape[0]} rows, not "
-                f"{group_sizes.tolist()}"
+                f"{known.tolist()}"
             )
     return group_sizes.astype(jnp.int32)
