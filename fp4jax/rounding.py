@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from fp4jax.formats import ElementType
@@ -35,6 +36,16 @@ def bits_float(u: Array) -> Array:
 def copy_sign(magnitude: Array, sign: Array) -> Array:
     """``magnitude`` (float32, >= 0 or NaN) with the sign bit of ``sign``, of -0.0 too."""
     return bits_float(float_bits(magnitude) | (float_bits(sign) & jnp.uint32(0x80000000)))
+
+
+def once(u: Array) -> Array:
+    """The integers ``u``, which compilers would otherwise compute again for each use of each.
+
+    As a reduction of them and zeros: its result compilers keep. An optimization_barrier XLA
+    before jax 0.11 drops on CPUs.
+    """
+    copy = lax.broadcasted_iota(u.dtype, (2, *u.shape), 0)
+    return lax.reduce(jnp.where(copy == 0, u, 0), np.zeros((), u.dtype), lax.bitwise_or, (0,))
 
 
 class Steps(NamedTuple):
@@ -192,10 +203,9 @@ def random_bits(
         rows *= (unpadded or shape)[i]
     if rows > 2**32:
         raise ValueError(f"random bits number at most 2**32 rows; shape {shape} has {rows}")
-    inner = _mix(_mix(row ^ words[0]) + words[1])
-    outer = _mix(_mix(row ^ words[1]) + words[0])
-    # Without the barrier the row hashes would be computed again for every element.
-    inner, outer = lax.optimization_barrier((inner, outer))
+    # Two hashes a row, not an element.
+    inner = once(_mix(_mix(row ^ words[0]) + words[1]))
+    outer = once(_mix(_mix(row ^ words[1]) + words[0]))
     return _mix(lax.broadcasted_iota(jnp.uint32, tuple(shape), axis) ^ inner, outer)
 
 
