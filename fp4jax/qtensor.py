@@ -13,7 +13,7 @@ from fp4jax import blocks
 from fp4jax.formats import E2M1, E8M0, ElementType, Format
 from fp4jax.parts import Axis, per
 from fp4jax.quantizer import Quantizer
-from fp4jax.rounding import code_value, signed_value, steps_code, to_steps
+from fp4jax.rounding import code_value, narrowed, signed_value, steps_code, to_steps
 
 
 class Operand(NamedTuple):
@@ -237,7 +237,7 @@ def _operand(q: QTensor) -> Operand:
             values = jnp.where(per_element(alternative), other, values)
         assert format.scale is not None
         values = scale_elements(values, per_element(scales), format.scale)
-    values = values.astype(format.operand_dtype)
+    values = narrowed(values, format.operand_dtype)
     if q.quantizer.hadamard is None:
         values = values[..., : q.length]
     values = values[0] if q.ndim == 1 else values

@@ -26,6 +26,7 @@ from fp4jax.rounding import (
     copy_sign,
     float_bits,
     key_words,
+    narrowed,
     random_bits,
     signed_code,
     steps_code,
@@ -105,7 +106,7 @@ class Encoded(NamedTuple):
             assert self.scales.block is not None
             scales = blocks.expand(self.scales.block, self.quantizer.window(self.axis))
             values = scale_elements(values, scales, format.scale)
-        values = values.astype(format.operand_dtype)
+        values = narrowed(values, format.operand_dtype)
         return Operand(values[..., : self.shape[-2], : self.shape[-1]], self.scales.tensor)
 
     def pack(self, length: int, axis: int, dtype: np.dtype[Any]) -> QTensor:
