@@ -154,22 +154,18 @@ def encode(x: Array, quantizer: Quantizer, axis: int, words: Array | None) -> En
     if hadamard is not None:
         shape[axis] = blocks.ceil_to(shape[axis], hadamard.size)
         y = blocks.pad(y, (1, hadamard.size) if axis == -1 else (hadamard.size, 1))
-        y = hadamard(y, axis)
-        if x.dtype == jnp.bfloat16:
-            # Not astype and back, which compilers drop.
-            y = lax.reduce_precision(y, exponent_bits=8, mantissa_bits=7)
+        y = hadamard(y, axis, to_bfloat16=x.dtype == jnp.bfloat16)
         y = lax.optimization_barrier(y)
     # Without blocks, to whole bytes.
     y = blocks.pad(y, window or ((1, 2) if axis == -1 else (2, 1)))
     source = y.astype(jnp.float32)
 
-    # The unpadded input has the same magnitudes, in the form that costs least to keep at hand.
-    magnitudes = x if hadamard is None and x.dtype != jnp.float64 else source
+    # The same magnitudes in the form that costs least to keep at hand: not padded, not widened.
+    magnitudes = source if x.dtype == jnp.float64 else y if hadamard is not None else x
     scales = _scales(source, magnitudes, quantizer, axis, None if words is None else words[1])
     factor = blocks.expand(scales.encode, window)
-    ratio = y * factor.astype(y.dtype)
-    if y.dtype == jnp.float64:
-        ratio = _to_odd(ratio)
+    wide = x.dtype == jnp.float64
+    ratio = _to_odd(y * factor.astype(jnp.float64)) if wide else source * factor
     random = None
     if quantizer.rounding.needs_key:
         assert words is not None
