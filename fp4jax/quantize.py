@@ -156,8 +156,7 @@ def encode(x: Array, quantizer: Quantizer, axis: int, words: Array | None) -> En
         y = blocks.pad(y, (1, hadamard.size) if axis == -1 else (hadamard.size, 1))
         y = hadamard(y, axis, to_bfloat16=x.dtype == jnp.bfloat16)
         y = lax.optimization_barrier(y)
-    # Without blocks, to whole bytes.
-    y = blocks.pad(y, window or ((1, 2) if axis == -1 else (2, 1)))
+    y = blocks.pad(y, window or (1, 1))
     source = y.astype(jnp.float32)
 
     # The same magnitudes in the form that costs least to keep at hand: not padded, not widened.
