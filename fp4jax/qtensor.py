@@ -13,7 +13,16 @@ from fp4jax import blocks
 from fp4jax.formats import E2M1, E8M0, ElementType, Format
 from fp4jax.parts import Axis, per
 from fp4jax.quantizer import Quantizer
-from fp4jax.rounding import code_value, narrowed, signed_value, steps_code, to_steps
+from fp4jax.rounding import (
+    bits_float,
+    code_value,
+    float_bits,
+    narrowed,
+    once,
+    signed_value,
+    steps_code,
+    to_steps,
+)
 
 _PER_WORD = 8  # 4-bit elements in 32 bits
 
@@ -200,7 +209,8 @@ def pack_scales(block: Array, alternative: Array | None, scale: ElementType) -> 
     codes = jnp.where(jnp.isnan(block), jnp.uint8(scale.nan_code), codes)
     if alternative is not None:
         codes = codes | (alternative.astype(jnp.uint8) << jnp.uint8(7))
-    return lax.bitcast_convert_type(codes, scale.dtype)
+    # Else compilers compute them again for every element that is read with them.
+    return lax.bitcast_convert_type(once(codes), scale.dtype)
 
 
 def scale_elements(values: Array, scales: Array, scale: ElementType) -> Array:
@@ -225,7 +235,8 @@ def _unpack_scales(stored: Array, format: Format) -> tuple[Array, Array | None]:
         alternative = codes >= jnp.uint8(128)
         codes = codes & jnp.uint8(127)
     bad = codes == jnp.uint8(scale.nan_code)
-    return jnp.where(bad, jnp.float32(np.nan), code_value(codes, scale)), alternative
+    scales = jnp.where(bad, jnp.float32(np.nan), code_value(codes, scale))
+    return bits_float(once(float_bits(scales))), alternative
 
 
 @jax.jit
