@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from fp4jax.rounding import narrowed
+
 # The sign vector that NVIDIA TransformerEngine fixes for size 16 (mask 0xD7E8).
 _SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -40,20 +42,26 @@ class Hadamard:
                 f"not {self.signs}"
             )
 
-    def __call__(self, x: Array, axis: int) -> Array:
-        """The transform of float32 ``x`` along ``axis``, whose length is a multiple of ``size``."""
-        return self._butterfly(self._flip(x, axis), axis)
+    def __call__(self, x: Array, axis: int, to_bfloat16: bool = False) -> Array:
+        """The transform of float32 ``x`` along ``axis``, whose length is a multiple of ``size``.
+
+        Args:
+          x: the array.
+          axis: to transform along.
+          to_bfloat16: round the result, not the sums before it, to bfloat16.
+        """
+        return self._butterfly(self._flip(x, axis), axis, to_bfloat16)
 
     def inverse(self, x: Array, axis: int) -> Array:
         """Undoes `__call__` up to float32 rounding."""
-        return self._flip(self._butterfly(x, axis), axis)
+        return self._flip(self._butterfly(x, axis, False), axis)
 
     def _flip(self, x: Array, axis: int) -> Array:
         axis = axis % x.ndim
         signs = np.tile(np.array(self.signs, np.float32), x.shape[axis] // self.size)
         return x * lax.broadcast_in_dim(jnp.asarray(signs), x.shape, (axis,))
 
-    def _butterfly(self, x: Array, axis: int) -> Array:
+    def _butterfly(self, x: Array, axis: int, to_bfloat16: bool) -> Array:
         # A fixed order of additions gives the same bits everywhere, which a matrix product,
         # free to sum in any order, would not; and a NaN never leaves its group.
         axis = axis % x.ndim
@@ -71,6 +79,16 @@ class Hadamard:
                     [sums[0] + sums[1], differences[0] + differences[1]],
                     [sums[0] - sums[1], differences[0] - differences[1]],
                 )
-            y = lax.concatenate([*sums, *differences], axis + 1)
+            parts = [*sums, *differences]
             stride *= radix
-        return y.reshape(x.shape) * jnp.float32(1 / math.sqrt(self.size))
+            if stride == self.size:
+                parts = [part * jnp.float32(1 / math.sqrt(self.size)) for part in parts]
+                if to_bfloat16:
+                    # Before they are joined, which is when compilers write them to memory. Not
+                    # by astype alone, which compilers drop if the way back follows.
+                    parts = [
+                        narrowed(lax.reduce_precision(part, 8, 7), jnp.dtype(jnp.bfloat16))
+                        for part in parts
+                    ]
+            y = lax.concatenate(parts, axis + 1)
+        return y.reshape(x.shape)

@@ -27,6 +27,7 @@ from fp4jax.rounding import (
     copy_sign,
     float_bits,
     key_words,
+    narrowed,
     random_bits,
     signed_code,
     steps_code,
@@ -106,7 +107,7 @@ class Encoded(NamedTuple):
             assert self.scales.block is not None
             scales = blocks.expand(self.scales.block, self.quantizer.window(self.axis))
             values = scale_elements(values, scales, format.scale)
-        values = values.astype(format.operand_dtype)
+        values = narrowed(values, format.operand_dtype)
         return Operand(values[..., : self.shape[-2], : self.shape[-1]], self.scales.tensor)
 
     def pack(self, length: int, axis: int, dtype: np.dtype[Any]) -> QTensor:
@@ -163,18 +164,16 @@ def encode(
     if hadamard is not None:
         y = lax.optimization_barrier(rotate(x, hadamard, axis))
     shape = y.shape
-    # Without blocks, to whole bytes.
-    y = blocks.pad(y, window or ((1, 2) if axis == -1 else (2, 1)))
+    y = blocks.pad(y, window or (1, 1))
     source = y.astype(jnp.float32)
 
-    # The unpadded input has the same magnitudes, in the form that costs least to keep at hand.
-    magnitudes = x if hadamard is None and x.dtype != jnp.float64 else source
+    # The same magnitudes in the form that costs least to keep at hand: not padded, not widened.
+    magnitudes = source if x.dtype == jnp.float64 else y if hadamard is not None else x
     scale_words = None if words is None else words[1]
     scales = _scales(source, magnitudes, quantizer, axis, scale_words, groups)
     factor = blocks.expand(scales.encode, window)
-    ratio = y * factor.astype(y.dtype)
-    if y.dtype == jnp.float64:
-        ratio = _to_odd(ratio)
+    wide = x.dtype == jnp.float64
+    ratio = _to_odd(y * factor.astype(jnp.float64)) if wide else source * factor
     random = None
     if quantizer.rounding.needs_key:
         assert words is not None
@@ -199,14 +198,13 @@ def encode(
 
 
 def rotate(x: Array, hadamard: Hadamard, axis: int) -> Array:
-    """The transform of ``x`` along ``axis`` (-1 or -2), padded to whole groups, in float32.
+    """The transform of ``x`` along ``axis`` (-1 or -2), padded to whole groups.
 
-    That of a bfloat16 array is rounded to bfloat16, as on tensor cores.
+    In float32, but for a bfloat16 array in bfloat16, as on tensor cores.
     """
     y = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-    y = hadamard(blocks.pad(y, (1, hadamard.size) if axis == -1 else (hadamard.size, 1)), axis)
-    # Not astype and back, which compilers drop.
-    return lax.reduce_precision(y, 8, 7) if x.dtype == jnp.bfloat16 else y
+    y = blocks.pad(y, (1, hadamard.size) if axis == -1 else (hadamard.size, 1))
+    return hadamard(y, axis, to_bfloat16=x.dtype == jnp.bfloat16)
 
 
 def _scales(

@@ -11,10 +11,11 @@ Exponents are read from the float's bits; nothing here depends on how a backend 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from fp4jax.formats import ElementType
@@ -32,9 +33,30 @@ def bits_float(u: Array) -> Array:
     return lax.bitcast_convert_type(u, jnp.float32)
 
 
+def narrowed(x: Array, dtype: np.dtype[Any]) -> Array:
+    """float32 ``x`` in float32 or bfloat16, whichever is asked for; it must be exact there.
+
+    The upper half of its bits is the bfloat16 then. To convert it takes CPUs ten instructions.
+    """
+    if dtype != jnp.bfloat16:
+        return x.astype(dtype)
+    upper = (float_bits(x) >> jnp.uint32(16)).astype(jnp.uint16)
+    return lax.bitcast_convert_type(upper, jnp.bfloat16)
+
+
 def copy_sign(magnitude: Array, sign: Array) -> Array:
     """``magnitude`` (float32, >= 0 or NaN) with the sign bit of ``sign``, of -0.0 too."""
     return bits_float(float_bits(magnitude) | (float_bits(sign) & jnp.uint32(0x80000000)))
+
+
+def once(u: Array) -> Array:
+    """The integers ``u``, which compilers would otherwise compute again for each use of each.
+
+    As a reduction of them and zeros: its result compilers keep. An optimization_barrier XLA
+    before jax 0.11 drops on CPUs.
+    """
+    copy = lax.broadcasted_iota(u.dtype, (2, *u.shape), 0)
+    return lax.reduce(jnp.where(copy == 0, u, 0), np.zeros((), u.dtype), lax.bitwise_or, (0,))
 
 
 class Steps(NamedTuple):
@@ -74,8 +96,9 @@ def steps_code(steps: Steps, grid: ElementType) -> Array:
     """
     first = (grid.min_exponent + _BIAS) << grid.mantissa_bits
     binade = steps.exponent >> jnp.uint32(23 - grid.mantissa_bits)
-    code = steps.number.astype(jnp.int32) + (binade.astype(jnp.int32) - jnp.int32(first))
-    return code.astype(jnp.uint8)
+    # The last bits of 2**23 + k are k. A conversion to integers would check the range first.
+    whole = float_bits(steps.number + jnp.float32(2.0**23))
+    return (whole + binade - jnp.uint32(first)).astype(jnp.uint8)
 
 
 def code_value(code: Array, grid: ElementType) -> Array:
@@ -192,10 +215,9 @@ def random_bits(
         rows *= (unpadded or shape)[i]
     if rows > 2**32:
         raise ValueError(f"random bits number at most 2**32 rows; shape {shape} has {rows}")
-    inner = _mix(_mix(row ^ words[0]) + words[1])
-    outer = _mix(_mix(row ^ words[1]) + words[0])
-    # Without the barrier the row hashes would be computed again for every element.
-    inner, outer = lax.optimization_barrier((inner, outer))
+    # Two hashes a row, not an element.
+    inner = once(_mix(_mix(row ^ words[0]) + words[1]))
+    outer = once(_mix(_mix(row ^ words[1]) + words[0]))
     return _mix(lax.broadcasted_iota(jnp.uint32, tuple(shape), axis) ^ inner, outer)
 
 
