@@ -158,11 +158,15 @@ class Policy:
             matched = rule.select(layers)
             fresh = [layer.path for layer in layers if layer.path in matched - chosen.keys()]
             if not fresh:
-                why = "an earlier rule has taken all layers that it matches"
+                if matched:
+                    why = "an earlier rule has taken all layers that it matches"
+                elif dataclasses.replace(rule, convolutions=True).select(layers):
+                    why = "it matches only convolutions, which it must ask for (convolutions=True)"
+                else:
+                    why = "it matches none"
                 names = ", ".join(layer.name for layer in layers) or "none"
                 raise ValueError(
-                    f"rule {rule} reaches no layer: "
-                    f"{why if matched else 'it matches none'}; the model's layers are: {names}"
+                    f"rule {rule} reaches no layer: {why}; the model's layers are: {names}"
                 )
             chosen.update(dict.fromkeys(fresh, rule.recipe))
         return {path: choice for path, choice in chosen.items() if choice is not None}

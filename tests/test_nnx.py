@@ -156,6 +156,12 @@ def test_split_and_a_pure_jitted_step():
     assert float(jnp.abs(new["head"]["kernel"][...] - params["head"]["kernel"][...]).max()) > 0
 
 
+def test_rule_that_matches_only_convolutions_says_so():
+    conv = nnx.Sequential(nnx.Conv(16, 16, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"only convolutions, .* \(convolutions=True\)"):
+        fp4.Policy([fp4.Rule("*", NVFP4)]).explain(conv)
+
+
 def test_errors():
     model = Net(nnx.Rngs(0))
     with pytest.raises(ValueError, match="an earlier rule has taken all layers"):

@@ -14,7 +14,7 @@ import nbclient
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = ["comparing_rounding", "formats_and_rounding"]
+NOTEBOOKS = ["comparing_rounding", "formats_and_rounding", "quantizing_your_model"]
 MACHINE_PATH = re.compile(r"/(home|root|tmp|usr|opt|Users|private|var)/|[A-Z]:\\")
 
 
