@@ -1,6 +1,7 @@
 # make compare   trains one small model in BF16, FP8 and NVFP4 and writes the report to runs/compare
 # make test      runs the tests
 # make lint      ruff and mypy
+# make docs      renders the documentation to build/docs; a warning is an error
 # Each sets up the virtual environment it needs, and again only when pyproject.toml has changed.
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help setup compare test lint format clean
+.PHONY: help setup compare test lint docs format clean
 
 help:
 	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -34,6 +35,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/sphinx-build -W --keep-going --quiet docs build/docs
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -37,7 +37,7 @@ class ElementType:
 
     @property
     def nan_code(self) -> int:
-        """The pattern that means NaN in a scale: all bits set but the sign."""
+        """The pattern that means NaN in a scale, all bits set but the sign."""
         return (1 << (self.bits - self.signed)) - 1
 
     def __repr__(self) -> str:

@@ -61,7 +61,7 @@ class QTensor:
         format has none.
       quantizer: how it was made.
       axis: the block axis of the original array, counted from the end.
-      length: K.
+      length: of that axis, K.
       dtype: of the original array.
     """
 
