@@ -59,6 +59,11 @@ LINEN_HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+# What a Linen model is being called for. `flax.linen.jit` has a cache and knows nothing of what
+# intercepts the layers: without this it would take what it traced of the same model before.
+traced_for = jax.make_user_context()
+
+
 def nnx_modules(model: nnx.Module) -> Iterator[tuple[Path, Any]]:
     """The layers of an NNX model, each once."""
     for path, module in nnx.iter_modules(model):
@@ -104,7 +109,7 @@ def linen_layers(model: linen.Module, args: tuple[Any, ...], kwargs: dict[str, A
         finally:
             object.__setattr__(layer, name, own)
 
-    with linen.intercept_methods(note):
+    with traced_for(object()), linen.intercept_methods(note):
         parameters = linen.unbox(traced_init(model, args, kwargs)).get("params", {})
     found = []
     for path, (kind, noting) in reached.items():

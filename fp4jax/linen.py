@@ -2,6 +2,8 @@
 
 Stochastic rounding draws from the layers' stream ``quantize``: ``model.apply(variables, x,
 rngs={"quantize": key})``. Under `flax.linen.scan` it belongs in ``split_rngs``.
+Blocks of one class under `flax.linen.jit` share one trace, of which only the first is seen: jit the
+whole model instead.
 """
 
 from typing import Any
@@ -11,7 +13,7 @@ from flax import linen
 from jax import Array
 
 from fp4jax.hooks import ConvGeneralDilated, DotGeneral, EinsumOp, Hook, keep_kernel
-from fp4jax.layers import LINEN_KINDS, Path, dotted, linen_layers, traced_init
+from fp4jax.layers import LINEN_KINDS, Path, dotted, linen_layers, traced_for, traced_init
 from fp4jax.policy import Policy
 from fp4jax.recipe import Recipe
 from fp4jax.schedule import Schedule
@@ -107,7 +109,7 @@ class Quantized(linen.Module):
                 return call(*args, **kwargs)
             return _call_quantized(layer, recipe, call, args, kwargs)
 
-        with linen.intercept_methods(intercept):
+        with traced_for((self.recipes, self.path)), linen.intercept_methods(intercept):
             return self.model(*args, **kwargs)
 
 

@@ -241,3 +241,24 @@ def test_linen_remat_changes_nothing():
         for model in (lifted, plain)
     )
     assert_trees_equal(found, expected)
+
+
+def test_linen_jit_does_not_take_one_conversion_for_another():
+    lifted, plain = nn.jit(Residual)(), Residual()
+    x = inputs()
+    parameters = plain.init(jax.random.key(0), x)
+    before, _ = plain.apply(parameters, x)
+    outputs = []
+    for recipe in (NEAREST, fp4.recipes.mxfp8()):
+        policy = fp4.Policy((fp4.Rule("mlp.*", recipe),))
+        assert policy.explain(lifted, x) == policy.explain(plain, x)
+        (found, _), (expected, _) = (
+            fp4.linen.quantize_model(model, policy, x).apply(parameters, x)
+            for model in (lifted, plain)
+        )
+        # What is compiled otherwise may fall on the other side of a few roundings.
+        assert jnp.abs(found - expected).mean() < 0.02 * jnp.abs(expected - before).mean()
+        outputs.append(expected)
+    assert jnp.abs(outputs[0] - outputs[1]).max() > 0.1
+    found, _ = lifted.apply(parameters, x)
+    np.testing.assert_allclose(found, before, rtol=1e-5, atol=1e-6)
