@@ -100,28 +100,22 @@ CASES = {
     ),
     "linen-transformer": Case(
         TOKENS,
-        functools.partial(fm.LinenTransformer, 16, 16, 32, 4, 2),
-        lambda recipe: fp4.Policy.keep_ends(0, 1, recipe),
+        functools.partial(fm.LinenTransformer, 16, 16, 32, 4, 1),
+        lambda recipe: fp4.Policy((fp4.Rule("*.attention.*", recipe), fp4.Rule("*.mlp.*", BF16))),
         """
         block_0.attention.query  32x4x8  1,056  nvfp4
         block_0.attention.key    32x4x8  1,056  nvfp4
         block_0.attention.value  32x4x8  1,056  nvfp4
         block_0.attention.out    4x8x32  1,056  nvfp4
-        block_0.mlp.up           32x64   2,112  nvfp4
-        block_0.mlp.down         64x32   2,080  nvfp4
-        block_1.attention.query  32x4x8  1,056  bf16
-        block_1.attention.key    32x4x8  1,056  bf16
-        block_1.attention.value  32x4x8  1,056  bf16
-        block_1.attention.out    4x8x32  1,056  bf16
-        block_1.mlp.up           32x64   2,112  bf16
-        block_1.mlp.down         64x32   2,080  bf16
+        block_0.mlp.up           32x64   2,112  bf16
+        block_0.mlp.down         64x32   2,080  bf16
         head                     32x16     528  untouched
         """,
         1e-2, 40, 0.1,
     ),
     "nnx-vit": Case(
         SHAPES,
-        functools.partial(fm.NnxViT, 16, 4, 32, 4, 2, 4),
+        functools.partial(fm.NnxViT, 16, 4, 32, 4, 1, 4),
         convolutions_too,
         """
         blocks.0.attention.key    32x4x8    1,056  untouched
@@ -130,16 +124,10 @@ CASES = {
         blocks.0.attention.value  32x4x8    1,056  untouched
         blocks.0.mlp.down         64x32     2,080  nvfp4
         blocks.0.mlp.up           32x64     2,112  nvfp4
-        blocks.1.attention.key    32x4x8    1,056  untouched
-        blocks.1.attention.out    4x8x32    1,056  untouched
-        blocks.1.attention.query  32x4x8    1,056  untouched
-        blocks.1.attention.value  32x4x8    1,056  untouched
-        blocks.1.mlp.down         64x32     2,080  nvfp4
-        blocks.1.mlp.up           32x64     2,112  nvfp4
         head                      32x4        132  untouched
         patches                   4x4x1x32    544  nvfp4
         """,
-        5e-3, 60, 0.1,
+        5e-3, 60, 0.25,
     ),
     "linen-vit": Case(
         SHAPES,
@@ -155,7 +143,7 @@ CASES = {
         block_0.mlp.down         64x32     2,080  nvfp4
         head                     32x4        132  untouched
         """,
-        5e-3, 60, 0.1,
+        5e-3, 60, 0.25,
     ),
     "nnx-moe": Case(
         QUADRANTS,
@@ -175,16 +163,13 @@ CASES = {
     ),
     "linen-moe": Case(
         QUADRANTS,
-        functools.partial(fm.LinenMoE, 32, 2, functools.partial(fm.LinenDenseExperts, 4)),
+        functools.partial(fm.LinenMoE, 32, 1, functools.partial(fm.LinenDenseExperts, 4)),
         einsums,
         """
         embed           16x32      544  untouched
         block_0.router  32x4       128  untouched
         block_0.up      4x32x64  8,192  nvfp4
         block_0.down    4x64x32  8,192  nvfp4
-        block_1.router  32x4       128  untouched
-        block_1.up      4x32x64  8,192  nvfp4
-        block_1.down    4x64x32  8,192  nvfp4
         head            32x16      528  untouched
         """,
         1e-2, 60, 0.15,
@@ -229,9 +214,6 @@ class Nnx:
         if self.policy is not None:
             fp4.nnx.quantize_model(model, self.policy, rngs=nnx.Rngs(quantize=seed))
         return model
-
-    def output(self):
-        return nnx.jit(lambda model, x: model(x))(self.model(), *self.batch()[:1])
 
     def first_step(self, seed: int = 0):
         (_, y), gradients = self.gradient(self.model(seed), *self.batch())
@@ -283,10 +265,7 @@ class Linen:
             updates, state = optimizer.update(gradients, state)
             return optax.apply_updates(parameters, updates), state
 
-        self.apply, self.gradient, self.update = model.apply, gradient, update
-
-    def output(self):
-        return jax.jit(self.apply)(self.parameters, self.batch()[0])
+        self.gradient, self.update = gradient, update
 
     def model(self, policy, x):
         model = self.case.build()
@@ -408,10 +387,10 @@ def check_training(api, case):
     assert high < 2 / 3 * baseline
     assert baseline - low > (1 - case.gap) * (baseline - high), (high, low)
 
-    _, plain = runs["bf16"].first_step()
+    y, plain = api(case, None).first_step()
     (y0, first), (again, same), (_, other) = (runs["nvfp4"].first_step(seed) for seed in (0, 0, 1))
     # Four bits are seen in the output; no random bits take part in that.
-    assert 0.02 < relative_error(y0, api(case, None).output()) < 0.5
+    assert 0.02 < relative_error(y0, y) < 0.5
     np.testing.assert_array_equal(again, y0)
     random = set()
     for path, gradient in first.items():
@@ -419,8 +398,9 @@ def check_training(api, case):
         name = one_name(".".join(str(part.key) for part in path))
         if (gradient != other[path]).any():
             random.add(name.removesuffix(".kernel"))
-        # A gradient that is lost is wrong by 1. That of a key's bias is 0 but for rounding: the
-        # softmax takes no notice of it.
+        # Per parameter, since Adam would train without a tensor scale, and losses near each other
+        # may both lack a product. A gradient that is lost is wrong by 1. That of a key's bias is 0
+        # but for rounding: the softmax takes no notice of it.
         if not name.endswith("key.bias"):
             assert relative_error(gradient, plain[path]) < 0.75, name
     rows = [row.split() for row in case.rows.strip().splitlines()]
