@@ -1,6 +1,7 @@
 """What a policy knows of a model: its layers that multiply by a kernel, of Flax NNX or Linen."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -59,6 +60,11 @@ LINEN_HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+# What a Linen model is being called for. `flax.linen.jit` has a cache and knows nothing of what
+# intercepts the layers: without this it would take what it traced of the same model before.
+traced_for = jax.make_user_context()
+
+
 def nnx_modules(model: nnx.Module) -> Iterator[tuple[Path, Any]]:
     """The layers of an NNX model, each once."""
     for path, module in nnx.iter_modules(model):
@@ -104,8 +110,9 @@ def linen_layers(model: linen.Module, args: tuple[Any, ...], kwargs: dict[str, A
         finally:
             object.__setattr__(layer, name, own)
 
-    with linen.intercept_methods(note):
+    with traced_for(object()), linen.intercept_methods(note):
         parameters = linen.unbox(traced_init(model, args, kwargs)).get("params", {})
+    _check_all_seen(parameters, set(reached))
     found = []
     for path, (kind, noting) in reached.items():
         own = parameters
@@ -131,6 +138,25 @@ def traced_init(model: linen.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
     arrays = [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
     return jax.eval_shape(init, arrays)
+
+
+def _check_all_seen(parameters: Any, reached: set[Path]) -> None:
+    """Raises NotImplementedError if a block has layers that were not seen, while its like were.
+
+    `flax.linen.jit` traces the first of several equal modules and no other.
+    """
+
+    def unnumbered(path: Path) -> Path:
+        return tuple(re.sub(r"_\d+$", "", str(part)) for part in path)
+
+    seen = {unnumbered(path) for path in reached}
+    for keys, _ in jax.tree_util.tree_flatten_with_path(parameters)[0]:
+        *path, last = (key.key for key in keys)
+        if last == "kernel" and tuple(path) not in reached and unnumbered(tuple(path)) in seen:
+            raise NotImplementedError(
+                f"{dotted(tuple(path))} shares a trace with another layer, by flax.linen.jit for "
+                "instance, and cannot get a recipe of its own: jit the whole model instead"
+            )
 
 
 class _Noting:

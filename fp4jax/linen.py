@@ -2,6 +2,8 @@
 
 Stochastic rounding draws from the layers' stream ``quantize``: ``model.apply(variables, x,
 rngs={"quantize": key})``. Under `flax.linen.scan` it belongs in ``split_rngs``.
+Blocks of one class under `flax.linen.jit` share one trace, and so cannot be told apart; they are
+refused. Under it the whole model can be converted, and under `jax.jit` anything.
 """
 
 import dataclasses
@@ -15,12 +17,13 @@ from flax import linen
 from jax import Array
 
 from fp4jax.hooks import ConvGeneralDilated, DotGeneral, EinsumOp, Hook, keep_kernel
-from fp4jax.layers import LINEN_KINDS, Path, dotted, linen_layers, traced_init
+from fp4jax.layers import LINEN_KINDS, Path, dotted, linen_layers, traced_for, traced_init
 from fp4jax.policy import Policy
 from fp4jax.recipe import Recipe
 from fp4jax.schedule import Schedule
 
 M = TypeVar("M", bound=linen.Module)
+Recipes = tuple[tuple[Path, Recipe | None], ...]
 
 
 class Dense(linen.Dense, kw_only=True):
@@ -111,7 +114,7 @@ def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs
         return choice.at(step) if isinstance(choice, Schedule) else choice
 
     recipes = tuple((layer.path, now(layer.path)) for layer in layers)
-    quantized: M = _quantized_class(base)(**fields, recipes=recipes)
+    quantized: M = _quantized_class(base, recipes)(**fields)
     traced_init(quantized, args, kwargs)  # raises what the layers themselves refuse
     for layer in layers:
         if layer.path in chosen and not layer.as_in_flax:
@@ -123,17 +126,19 @@ def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs
 
 
 @functools.cache
-def _quantized_class(base: type[Any]) -> type[Any]:
+def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
     """A subclass whose methods run with the layers' products replaced.
 
-    One for each class, so that equal models are equal and jitted functions are found again. A
-    wrapper module would do less: it changes the paths of submodules that are attributes.
+    One for each class and recipes, so that modules are equal, and their traces found again, where
+    both are. A wrapper module would do less: it changes the paths of submodules that are
+    attributes. And a further attribute would get in the way of Flax's transforms of classes.
     """
 
     def guarded(method: Any) -> Any:
         @linen.nowrap
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with linen.intercept_methods(_interceptor(dict(self.recipes), len(self.path))):
+            intercept = _interceptor(dict(recipes), len(self.path))
+            with traced_for((recipes, self.path)), linen.intercept_methods(intercept):
                 return method(self, *args, **kwargs)
 
         return functools.update_wrapper(call, method, updated=())
@@ -144,11 +149,10 @@ def _quantized_class(base: type[Any]) -> type[Any]:
                 public = name == "__call__" or not name.startswith("_")
                 if inspect.isfunction(method) and public and name != "setup":
                     namespace[name] = guarded(method)
-        namespace["__annotations__"] = {"recipes": tuple[tuple[Path, Recipe | None], ...]}
         namespace["__module__"], namespace["__doc__"] = base.__module__, base.__doc__
-        namespace["_quantized_from"] = base
+        namespace["recipes"], namespace["_quantized_from"] = recipes, base
 
-    return types.new_class(f"Quantized{base.__name__}", (base,), {"kw_only": True}, body)
+    return types.new_class(f"Quantized{base.__name__}", (base,), exec_body=body)
 
 
 def _interceptor(recipes: dict[Path, Recipe | None], above: int) -> Any:

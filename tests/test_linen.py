@@ -198,6 +198,7 @@ def test_submodules_that_are_attributes_and_methods_besides_call():
     assert isinstance(quantized, Coder)
     assert quantized == fp4.linen.quantize_model(quantized, policy, x)
     assert hash(quantized) == hash(fp4.linen.quantize_model(model, policy, x))
+    assert quantized != fp4.linen.quantize_model(model, fp4.Policy([fp4.Rule("back", NEAREST)]), x)
     jax.tree.map(np.testing.assert_array_equal, variables, quantized.init(jax.random.key(0), x))
     kernel = variables["params"]["layer"]["kernel"]
     expected = fp4.einsum("ab,bc->ac", x, kernel, recipe=NEAREST)
@@ -250,3 +251,16 @@ def test_what_cannot_be_quantized_raises():
         fp4.linen.quantize_model(Model(grouped), everything, normal(2, 9, 32))
     with pytest.raises(TypeError, match="policy must be a Policy"):
         fp4.linen.quantize_model(Model(linen.Dense(8)), NEAREST, x)
+
+
+def test_blocks_that_share_a_trace_are_refused():
+    class Jitted(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            block = linen.jit(Block)  # by a class each, every block would have a trace of its own
+            for _ in range(2):
+                x = block()(x)
+            return linen.Dense(3, name="head")(x)
+
+    with pytest.raises(NotImplementedError, match=r"JitBlock_1\.\w+ shares a trace"):
+        fp4.Policy([fp4.Rule("*", NEAREST)]).explain(Jitted(), normal(20, 32))
