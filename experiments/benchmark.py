@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fp4jax as fp4
-from experiments.peers import nvfp4_quantizers
+from experiments.peers import nvfp4_linear, nvfp4_quantizers
 from experiments.timing import medians
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -26,42 +26,69 @@ LAST = (((1,), (1,)), ((), ()))
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """One linear layer, forward and backward: each recipe against its three bare products.
+    """One linear layer, forward and backward: recipes against the three bare products and peers.
 
     Attributes:
-      sizes: tokens = input features = output features, one table row each.
+      shapes: TOKENSxINxOUT, a table row each.
+      experts: of a last row, a mixture-of-experts layer of the first shape with uneven groups;
+        0 for none. Its bare products are those of one dense layer as large.
       repeats: timed rounds per row.
     """
 
-    sizes: tuple[int, ...] = (512, 1024, 2048)
+    shapes: tuple[str, ...] = (
+        "1024x1024x1024",
+        "2048x2048x2048",
+        "1024x2048x1024",
+        "1024x1024x4096",
+    )
+    experts: int = 8
     repeats: int = 25
 
 
 def linear(options: Linear) -> Table:
-    """A row per size: median milliseconds, and NVFP4's ratios to the products and to float32."""
+    """A row per shape: median milliseconds, and NVFP4's ratios to its rivals."""
     recipes = [fp4.recipes.bf16(), fp4.recipes.fp8_block(), fp4.recipes.nvfp4()]
     table = Table(title=f"linear layer, forward + backward, ms ({versions()})")
-    for column in ("size", "3 bf16 GEMMs", "float32", *(recipe.name for recipe in recipes)):
+    names = ["3 bf16 GEMMs", "float32", "qwix", *(recipe.name for recipe in recipes)]
+    for column in ("tokens x in x out", *names, *(f"nvfp4 / {name}" for name in names[:3])):
         table.add_column(column, justify="right")
-    table.add_column("nvfp4 / GEMMs", justify="right")
-    table.add_column("nvfp4 / float32", justify="right")
-    for size in options.sizes:
-        x, w, dy = (jax.random.normal(jax.random.key(i), (size, size)) for i in range(3))
-        low = [a.astype(jnp.bfloat16) for a in (x, w, dy)]
-        contenders: dict[str, Callable[[], Any]] = {
-            "gemms": functools.partial(_gemms, *low),
-            "float32": functools.partial(_plain, x, w, dy),
-        }
-        for recipe in recipes:
-            contenders[recipe.name] = functools.partial(
-                _layer, recipe, low[0], w, low[2], jax.random.key(3)
-            )
+    rows = [(0, shape) for shape in options.shapes]
+    if options.experts:
+        rows.append((options.experts, options.shapes[0]))
+    for experts, shape in rows:
+        tokens, features_in, features_out = map(int, shape.split("x"))
+        contenders = _contenders(experts, tokens, features_in, features_out, recipes)
         time = medians(contenders, options.repeats)
-        ratios = (time["nvfp4"] / time["gemms"], time["nvfp4"] / time["float32"])
+        ratios = [time["nvfp4"] / time[name] if name in time else None for name in names[:3]]
         table.add_row(
-            str(size), *(f"{ms:.1f}" for ms in time.values()), *(f"{r:.2f}" for r in ratios)
+            shape + (f", {experts} experts" if experts else ""),
+            *(f"{time[name]:.1f}" if name in time else "-" for name in names),
+            *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         )
     return table
+
+
+def _contenders(
+    experts: int, tokens: int, features_in: int, features_out: int, recipes: list[fp4.Recipe]
+) -> dict[str, Callable[[], Any]]:
+    """What one row times; all take the same arrays."""
+    shapes = [(tokens, features_in), (features_in, features_out), (tokens, features_out)]
+    x, w, dy = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+    low = [a.astype(jnp.bfloat16) for a in (x, w, dy)]
+    key = jax.random.key(3)
+    contenders: dict[str, Callable[[], Any]] = {"3 bf16 GEMMs": _bare_products(*low)}
+    sizes = None
+    if experts:
+        w = jax.random.normal(jax.random.key(1), (experts, features_in, features_out))
+        share = jax.random.dirichlet(jax.random.key(4), jnp.full(experts, 2.0))
+        ends = jnp.round(jnp.cumsum(share) * tokens).astype(jnp.int32)
+        sizes = jnp.diff(ends, prepend=0)
+    contenders["float32"] = functools.partial(_plain, x, w, dy, sizes)
+    if not experts:
+        contenders |= dict(nvfp4_linear(x, w, dy))
+    for recipe in recipes:
+        contenders[recipe.name] = functools.partial(_layer, recipe, low[0], w, low[2], sizes, key)
+    return contenders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,29 +149,43 @@ class _InPlace:
         return self.buffer
 
 
-@jax.jit
-def _gemms(x: Array, w: Array, dy: Array) -> list[Array]:
+def _bare_products(x: Array, w: Array, dy: Array) -> Callable[[], Any]:
     """The layer's three products and nothing else, contraction axes last on both sides."""
-    pairs = [(x, w), (dy, w), (x, dy)]
-    return [lax.dot_general(a, b, LAST, preferred_element_type=jnp.float32) for a, b in pairs]
+    pairs = [(x, w.T), (dy, w), (x.T, dy.T)]
+
+    @jax.jit
+    def products(pairs: list[tuple[Array, Array]]) -> list[Array]:
+        return [lax.dot_general(a, b, LAST, preferred_element_type=jnp.float32) for a, b in pairs]
+
+    return functools.partial(products, pairs)
 
 
 @jax.jit
-def _plain(x: Array, w: Array, dy: Array) -> tuple[Array, ...]:
-    y, vjp = jax.vjp(lambda x, w: lax.dot_general(x, w, MATRIX), x, w)
+def _plain(x: Array, w: Array, dy: Array, sizes: Array | None) -> tuple[Array, ...]:
+    def product(x: Array, w: Array) -> Array:
+        return lax.dot_general(x, w, MATRIX) if sizes is None else lax.ragged_dot(x, w, sizes)
+
+    y, vjp = jax.vjp(product, x, w)
     return y, *vjp(dy)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _layer(recipe: fp4.Recipe, x: Array, w: Array, dy: Array, key: Array) -> tuple[Array, ...]:
+def _layer(
+    recipe: fp4.Recipe, x: Array, w: Array, dy: Array, sizes: Array | None, key: Array
+) -> tuple[Array, ...]:
     """bfloat16 activations and gradients, float32 master weight and weight gradient."""
-    y, vjp = jax.vjp(
-        lambda x, w: fp4.dot_general(
-            x, w, MATRIX, recipe=recipe, key=key, preferred_element_type=jnp.bfloat16
-        ),
-        x,
-        w,
-    )
+    options: dict[str, Any] = {
+        "recipe": recipe,
+        "key": key,
+        "preferred_element_type": jnp.bfloat16,
+    }
+
+    def product(x: Array, w: Array) -> Array:
+        if sizes is None:
+            return fp4.dot_general(x, w, MATRIX, **options)
+        return fp4.ragged_dot(x, w, sizes, **options)
+
+    y, vjp = jax.vjp(product, x, w)
     return y, *vjp(dy)
 
 
@@ -157,7 +198,7 @@ def main() -> None:
     """Runs the benchmark that the command line names."""
     options = tyro.extras.subcommand_cli_from_dict({"linear": Linear, "quantize": Quantize})
     table = linear(options) if isinstance(options, Linear) else quantize(options)
-    Console(width=120).print(table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":
