@@ -1,4 +1,5 @@
 # make compare   trains one small model in BF16, FP8 and NVFP4 and writes the report to runs/compare
+# make benchmark times layers and quantizers beside their rivals (qwix and torchao where installed)
 # make test      runs the tests
 # make lint      ruff and mypy
 # make docs      renders the documentation to build/docs; a warning is an error
@@ -9,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help setup compare test lint docs format clean
+.PHONY: help setup compare benchmark test lint docs format clean
 
 help:
 	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -27,6 +28,10 @@ $(READY): pyproject.toml
 # XLA takes a fresh half gigabyte for each step: with huge pages most of its page faults go away.
 compare: $(READY)
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.compare --out runs/compare
+
+benchmark: $(READY)
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.benchmark linear
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.benchmark quantize
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
