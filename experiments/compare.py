@@ -27,7 +27,10 @@ from fp4jax.models import Hybrid, HybridConfig
 
 RECIPES: dict[str, Callable[[], fp4.Recipe]] = {
     "bf16": fp4.recipes.bf16,
+    "fp8_tensor": fp4.recipes.fp8_tensor,
     "fp8_block": fp4.recipes.fp8_block,
+    "mxfp8": fp4.recipes.mxfp8,
+    "mxfp4": fp4.recipes.mxfp4,
     "nvfp4": fp4.recipes.nvfp4,
 }
 MODELS: dict[str, Callable[[], HybridConfig]] = {

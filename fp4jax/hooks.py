@@ -4,9 +4,10 @@ Each is a frozen dataclass around a `Recipe`, hashable and so static under ``jit
 the dtype of ``lhs`` unless another is asked for: Flax layers cast the activation to the dtype they
 compute in.
 
-Where the recipe rounds stochastically, the key is the argument ``key``; inside a Flax Linen module
-it is drawn from that module's stream ``quantize`` instead. Without that stream a Linen model still
-runs forward, where only the backward pass draws random bits; the backward pass then raises.
+Where the recipe rounds stochastically, the key is the argument ``key``. In a Flax NNX layer put
+`fp4jax.nnx.Product` around the hook, which draws keys from a stream of its own. Inside a Flax Linen
+module the key is drawn from that module's stream ``quantize``; without it the model still runs
+forward, where only the backward pass draws random bits, and the backward pass raises.
 """
 
 import dataclasses
@@ -169,6 +170,10 @@ def _words(recipe: Recipe, key: Array | None) -> Array | None:
         if draw.scope is not None:
             key = draw()
             return None if key is None else random_words(recipe, key)
+        raise ValueError(
+            f"key is missing: recipe {recipe.name!r} rounds stochastically. Give key=, or in a "
+            "Flax NNX layer fp4jax.nnx.Product(hook, rngs=rngs), which draws its own"
+        )
     return random_words(recipe, key)
 
 

@@ -174,7 +174,7 @@ def test_an_interruption_in_a_later_run_keeps_the_earlier_one(tmp_path, text, mo
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("--recipes bf16 fp5", "unknown recipe 'fp5'; allowed: bf16, fp8_block, nvfp4"),
+        ("--recipes bf16 fp5", "unknown recipe 'fp5'; allowed: bf16, fp8_tensor, fp8_block, mxfp8"),
         ("--recipes", "name each recipe once"),
         ("--recipes bf16 bf16", "name each recipe once"),
         ("--recipes nvfp4 --baseline bf16", "unknown baseline 'bf16'; allowed: nvfp4"),
