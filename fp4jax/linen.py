@@ -134,11 +134,14 @@ def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
     attributes. And a further attribute would get in the way of Flax's transforms of classes.
     """
 
-    def guarded(method: Any) -> Any:
+    def guarded(method: Any, whole: bool = False) -> Any:
         @linen.nowrap
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            intercept = _interceptor(dict(recipes), len(self.path))
-            with traced_for((recipes, self.path)), linen.intercept_methods(intercept):
+            if self.scope is None and not whole:  # unbound, and so without layers to run
+                return method(self, *args, **kwargs)
+            path = () if whole else self.path
+            intercept = _interceptor(dict(recipes), len(path))
+            with traced_for((recipes, path)), linen.intercept_methods(intercept):
                 return method(self, *args, **kwargs)
 
         return functools.update_wrapper(call, method, updated=())
@@ -149,6 +152,9 @@ def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
                 public = name == "__call__" or not name.startswith("_")
                 if inspect.isfunction(method) and public and name != "setup":
                     namespace[name] = guarded(method)
+        # What these are given as ``method`` need not be one of the class.
+        for name in ("apply", "init_with_output"):
+            namespace[name] = guarded(getattr(base, name), whole=True)
         namespace["__module__"], namespace["__doc__"] = base.__module__, base.__doc__
         namespace["recipes"], namespace["_quantized_from"] = recipes, base
 
