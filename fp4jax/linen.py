@@ -183,8 +183,8 @@ def _interceptor(recipes: dict[Path, Recipe | None], above: int) -> Any:
 
 def _call_quantized(layer: Any, recipe: Recipe, call: Any, args: Any, kwargs: Any) -> Any:
     """The layer's ``__call__`` with its product replaced for that time."""
+    _check(layer, recipe)
     if isinstance(layer, linen.Einsum):  # which has no hook
-        _check(layer, recipe)
         return _einsum(layer, EinsumOp(recipe), *args, **kwargs)
     before = {name: getattr(layer, name) for name in (_hook(layer, recipe)[0], "promote_dtype")}
     _install(layer, recipe)
@@ -215,6 +215,11 @@ def _hook(layer: Any, recipe: Recipe) -> tuple[str, Hook]:
 def _check(layer: Any, recipe: Recipe) -> None:
     """Raises what `quantize_model` says it raises about one layer."""
     where = f" of {dotted(layer.path)}" if layer.scope is not None else ""
+    if isinstance(layer, linen.ConvLocal):
+        raise NotImplementedError(
+            f"layer {dotted(layer.path)} is a ConvLocal, which has a kernel for each position: that "
+            "is no single product and cannot be quantized"
+        )
     name, hook = _hook(layer, recipe)
     usual = {
         name: (None, hook),

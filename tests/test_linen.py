@@ -288,6 +288,8 @@ def test_what_cannot_be_quantized_raises():
     grouped = linen.Conv(32, (3,), feature_group_count=2)
     with pytest.raises(NotImplementedError, match="feature_group_count"):
         fp4.linen.quantize_model(Model(grouped), everything, normal(2, 9, 32))
+    with pytest.raises(NotImplementedError, match="layer layer is a ConvLocal"):
+        fp4.linen.quantize_model(Model(linen.ConvLocal(8, (3,))), everything, normal(2, 9, 32))
     with pytest.raises(TypeError, match="policy must be a Policy"):
         fp4.linen.quantize_model(Model(linen.Dense(8)), NEAREST, x)
 
