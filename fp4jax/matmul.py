@@ -66,6 +66,7 @@ def multiply(
     preferred_element_type: Any,
 ) -> Array:
     """`dot_general` of checked arguments; without words what draws random bits raises."""
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     # Shapes and dtype of the result, and the checks of dimension_numbers, are lax's own.
     result = jax.eval_shape(
         lambda a, b: lax.dot_general(

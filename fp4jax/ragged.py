@@ -54,6 +54,7 @@ def ragged_dot(
       NotImplementedError: for second derivatives.
     """
     check_product(lhs, rhs, recipe, preferred_element_type)
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     group_sizes = _checked_sizes(lhs, rhs, group_sizes)
     words = random_words(recipe, key)
     dtype = np.dtype(preferred_element_type or promoted(lhs, rhs))

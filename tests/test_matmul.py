@@ -1,6 +1,7 @@
 """dot_general: its products against float64, unbiasedness, residuals, dimension numbers."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -282,3 +283,23 @@ def test_recipes_are_values():
     assert NVFP4.replace(dgrad=NVFP4.dgrad).name == "nvfp4*"
     with pytest.raises(dataclasses.FrozenInstanceError):
         NVFP4.name = "other"
+
+
+def test_float64_arrays_of_numpy_count_as_what_jax_makes_of_them():
+    x, w = (np.random.default_rng(0).standard_normal(shape) for shape in ((4, 5), (5, 6)))
+    recipe = fp4.recipes.nvfp4(rounding=fp4.Nearest())
+
+    def all_three(x, w):
+        stack = w[None]
+        return (
+            fp4.matmul(x, w, recipe=recipe),
+            fp4.ragged_dot(x, stack, np.array([4]), recipe=recipe),
+            fp4.einsum("ab,bc,c->a", x, w, w[0], recipe=recipe),
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # JAX warns where float64 is asked for and not enabled
+        got = all_three(x, w)
+        jax.grad(lambda x: sum(y.sum() for y in all_three(x, w)))(jnp.asarray(x))
+    expected = all_three(*(jnp.asarray(a) for a in (x, w)))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
