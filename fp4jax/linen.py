@@ -217,8 +217,8 @@ def _check(layer: Any, recipe: Recipe) -> None:
     where = f" of {dotted(layer.path)}" if layer.scope is not None else ""
     if isinstance(layer, linen.ConvLocal):
         raise NotImplementedError(
-            f"layer {dotted(layer.path)} is a ConvLocal, which has a kernel for each position: that "
-            "is no single product and cannot be quantized"
+            f"layer {dotted(layer.path)} is a ConvLocal, which has a kernel for each position: "
+            "that is no single product and cannot be quantized"
         )
     name, hook = _hook(layer, recipe)
     usual = {

@@ -76,7 +76,7 @@ def multiply(
         rhs,
     )
     if lhs.size == 0 or rhs.size == 0:
-        return jnp.zeros(result.shape, result.dtype)
+        return varying_alike(jnp.zeros(result.shape, result.dtype), lhs, rhs)[0]
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = _others(lhs.ndim, lhs_batch, lhs_contract)
     rhs_free = _others(rhs.ndim, rhs_batch, rhs_contract)

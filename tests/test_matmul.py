@@ -303,3 +303,20 @@ def test_float64_arrays_of_numpy_count_as_what_jax_makes_of_them():
         jax.grad(lambda x: sum(y.sum() for y in all_three(x, w)))(jnp.asarray(x))
     expected = all_three(*(jnp.asarray(a) for a in (x, w)))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_an_empty_product_varies_over_the_mesh_as_its_factors_do():
+    recipe = fp4.recipes.nvfp4(rounding=fp4.Nearest())
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec, x, w = jax.sharding.PartitionSpec("d"), jnp.ones((4, 0)), jnp.ones((0, 6))
+    sizes = jnp.array([4])
+
+    def products(x):
+        for y in (
+            fp4.matmul(x, w, recipe=recipe),
+            fp4.ragged_dot(x, w[None], sizes, recipe=recipe),
+        ):
+            assert jax.typeof(y).manual_axis_type.varying == {"d"}
+        return x
+
+    jax.shard_map(products, mesh=mesh, in_specs=spec, out_specs=spec)(x)
