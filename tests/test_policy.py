@@ -109,7 +109,7 @@ def test_convolutions_only_where_a_rule_asks_for_them():
     assert assigned(fp4.Policy([fp4.Rule("*", NVFP4)]), given) == {"blocks.0.mix": "nvfp4"}
     asked = fp4.Policy([fp4.Rule("*", NVFP4, convolutions=True)])
     assert set(assigned(asked, given)) == {"blocks.0.mix", "blocks.0.conv"}
-    with pytest.raises(ValueError, match="reaches no layer: it matches none"):
+    with pytest.raises(ValueError, match="it matches only convolutions"):
         fp4.Policy([fp4.Rule("*.conv", NVFP4)]).assign(given)
 
 
