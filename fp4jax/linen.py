@@ -134,11 +134,14 @@ def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
     attributes. And a further attribute would get in the way of Flax's transforms of classes.
     """
 
-    def guarded(method: Any) -> Any:
+    def guarded(method: Any, whole: bool = False) -> Any:
         @linen.nowrap
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            intercept = _interceptor(dict(recipes), len(self.path))
-            with traced_for((recipes, self.path)), linen.intercept_methods(intercept):
+            if self.scope is None and not whole:  # unbound, and so without layers to run
+                return method(self, *args, **kwargs)
+            path = () if whole else self.path
+            intercept = _interceptor(dict(recipes), len(path))
+            with traced_for((recipes, path)), linen.intercept_methods(intercept):
                 return method(self, *args, **kwargs)
 
         return functools.update_wrapper(call, method, updated=())
@@ -149,6 +152,9 @@ def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
                 public = name == "__call__" or not name.startswith("_")
                 if inspect.isfunction(method) and public and name != "setup":
                     namespace[name] = guarded(method)
+        # What these are given as ``method`` need not be one of the class.
+        for name in ("apply", "init_with_output"):
+            namespace[name] = guarded(getattr(base, name), whole=True)
         namespace["__module__"], namespace["__doc__"] = base.__module__, base.__doc__
         namespace["recipes"], namespace["_quantized_from"] = recipes, base
 
@@ -177,8 +183,8 @@ def _interceptor(recipes: dict[Path, Recipe | None], above: int) -> Any:
 
 def _call_quantized(layer: Any, recipe: Recipe, call: Any, args: Any, kwargs: Any) -> Any:
     """The layer's ``__call__`` with its product replaced for that time."""
+    _check(layer, recipe)
     if isinstance(layer, linen.Einsum):  # which has no hook
-        _check(layer, recipe)
         return _einsum(layer, EinsumOp(recipe), *args, **kwargs)
     before = {name: getattr(layer, name) for name in (_hook(layer, recipe)[0], "promote_dtype")}
     _install(layer, recipe)
@@ -209,6 +215,11 @@ def _hook(layer: Any, recipe: Recipe) -> tuple[str, Hook]:
 def _check(layer: Any, recipe: Recipe) -> None:
     """Raises what `quantize_model` says it raises about one layer."""
     where = f" of {dotted(layer.path)}" if layer.scope is not None else ""
+    if isinstance(layer, linen.ConvLocal):
+        raise NotImplementedError(
+            f"layer {dotted(layer.path)} is a ConvLocal, which has a kernel for each position: "
+            "that is no single product and cannot be quantized"
+        )
     name, hook = _hook(layer, recipe)
     usual = {
         name: (None, hook),
