@@ -84,7 +84,8 @@ def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs
     methods and variables; ``recipes`` has each layer's path with its recipe or None. A call that
     reaches a layer which the example inputs did not reach raises ValueError, since no rule has
     decided about it. A later ``step`` gives a module with the recipes that the policy's schedules
-    have there.
+    have there. A submodule of the result that is called directly, as ``bound.encoder(x)``, not from
+    one of the model's methods, is the plain layer that it was.
 
     Args:
       model: any Linen model; one that is already quantized is quantized anew.
@@ -101,11 +102,7 @@ def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs
     if not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy such as Policy.keep_ends(), not {policy!r}")
     base: Any = getattr(type(model), "_quantized_from", type(model))
-    fields = {
-        field.name: getattr(model, field.name)
-        for field in dataclasses.fields(base)
-        if field.init and field.name != "parent"
-    }
+    fields = _fields(model)
     layers = linen_layers(base(**fields), args, kwargs)
     chosen = policy.assign(layers)
 
@@ -123,6 +120,20 @@ def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs
                 "Flax's does, and cannot be quantized"
             )
     return quantized
+
+
+def _fields(model: linen.Module) -> dict[str, Any]:
+    """What the model was made with."""
+    return {
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(model)
+        if field.init and field.name != "parent"
+    }
+
+
+def _rebuilt(base: Any, recipes: Recipes, fields: dict[str, Any]) -> Any:
+    """A quantized module from what it was pickled as: its class exists only here."""
+    return _quantized_class(base, recipes)(**fields)
 
 
 @functools.cache
@@ -155,6 +166,9 @@ def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
         # What these are given as ``method`` need not be one of the class.
         for name in ("apply", "init_with_output"):
             namespace[name] = guarded(getattr(base, name), whole=True)
+        namespace["__reduce__"] = linen.nowrap(
+            lambda self: (_rebuilt, (base, recipes, _fields(self)))
+        )
         namespace["__module__"], namespace["__doc__"] = base.__module__, base.__doc__
         namespace["recipes"], namespace["_quantized_from"] = recipes, base
 

@@ -1,5 +1,8 @@
 """Linen layers, and quantizing an existing Linen model by path."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -249,6 +252,13 @@ def test_methods_that_run_no_layer_need_no_variables():
     carry = cell.initialize_carry(key, x.shape)
     quantized = fp4.linen.quantize_model(cell, policy, carry, x)
     jax.tree.map(np.testing.assert_array_equal, quantized.initialize_carry(key, x.shape), carry)
+
+
+def test_a_quantized_model_survives_pickle_and_deepcopy():
+    x = normal(20, 32)
+    quantized = fp4.linen.quantize_model(Net(), fp4.Policy([fp4.Rule("*.up", NEAREST)]), x)
+    for copied in (pickle.loads(pickle.dumps(quantized)), copy.deepcopy(quantized)):
+        assert copied == quantized and type(copied) is type(quantized)
 
 
 def test_a_convolution_when_asked():
