@@ -1,6 +1,6 @@
 # make compare   trains one small model in BF16, FP8 and NVFP4 and writes the report to runs/compare
 # make benchmark times layers and quantizers beside their rivals (qwix and torchao where installed)
-# make test      runs the tests
+# make test      runs the tests; make test TESTS="tests/test_nnx.py -k shared" runs some
 # make lint      ruff and mypy
 # make docs      renders the documentation to build/docs; a warning is an error
 # Each sets up the virtual environment it needs, and again only when pyproject.toml has changed.
@@ -34,7 +34,7 @@ benchmark: $(READY)
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.benchmark quantize
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
