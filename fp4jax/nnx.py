@@ -13,7 +13,8 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import Array, lax
 
-from fp4jax.hooks import ConvGeneralDilated, DotGeneral, EinsumOp, Hook, keep_kernel
+from fp4jax import experts
+from fp4jax.hooks import ConvGeneralDilated, DotGeneral, EinsumOp, Hook, RaggedDot, keep_kernel
 from fp4jax.layers import Path, dotted, nnx_layers, nnx_modules
 from fp4jax.policy import Policy
 from fp4jax.recipe import Recipe
@@ -26,8 +27,9 @@ class Product(nnx.Module):
     """A quantized product with a random stream of its own, for the hooks of Flax NNX layers.
 
     ``nnx.Linear(..., dot_general=Product(DotGeneral(recipe), rngs=rngs))``, and likewise
-    `EinsumOp` as ``einsum_op`` and `ConvGeneralDilated` as ``conv_general_dilated``. Each call
-    draws a key. A recipe that draws no random bits needs none of this: the hook alone does.
+    `EinsumOp` as ``einsum_op``, `ConvGeneralDilated` as ``conv_general_dilated`` and `RaggedDot` as
+    ``ragged_dot``. Each call draws a key. A recipe that draws no random bits needs none of this:
+    the hook alone does.
 
     Args:
       hook: the product.
@@ -147,6 +149,29 @@ class Conv(nnx.Conv):
         _install(self, recipe, rngs)
 
 
+class Experts(experts.Experts):
+    """`fp4jax.models.Experts` whose three products run by a recipe; see `Linear`.
+
+    Each expert's rows, gradients and kernel have tensor scales of their own, as in
+    `fp4jax.ragged_dot`.
+    """
+
+    recipe = property(_recipe)
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: Recipe,
+        rngs: nnx.Rngs,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_experts, in_features, out_features, rngs=rngs, **kwargs)
+        _install(self, recipe, rngs)
+
+
 def quantize_model(model: M, policy: Policy, *, rngs: nnx.Rngs | None = None, step: int = 0) -> M:
     """Quantizes the layers of ``model`` that ``policy`` reaches, in place, and returns it.
 
@@ -242,6 +267,8 @@ def _stack(layer: Any) -> tuple[int, ...]:
     """The leading axes that the kernel has more than one layer's would have."""
     if isinstance(layer, nnx.Linear):
         own = 2
+    elif isinstance(layer, experts.Experts):
+        own = 3
     elif isinstance(layer, nnx.LinearGeneral):
         own = len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
     else:
@@ -255,16 +282,18 @@ def _hook_of(layer: Any) -> tuple[str, Any, type[Any]]:
     return next(hook for kind, hook in _HOOKS.items() if isinstance(layer, kind))
 
 
-# By class of Flax.
+# By class of Flax, or of a layer in its style.
 _HOOKS: dict[type, tuple[str, Any, type[Any]]] = {
     nnx.Linear: ("dot_general", lax.dot_general, DotGeneral),
     nnx.LinearGeneral: ("dot_general", None, DotGeneral),
     nnx.Einsum: ("einsum_op", jnp.einsum, EinsumOp),
     nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, ConvGeneralDilated),
+    experts.Experts: ("ragged_dot", lax.ragged_dot, RaggedDot),
 }
 _CLASSES: dict[type, type] = {
     nnx.Linear: Linear,
     nnx.LinearGeneral: LinearGeneral,
     nnx.Einsum: Einsum,
     nnx.Conv: Conv,
+    experts.Experts: Experts,
 }

@@ -54,9 +54,21 @@ def ragged_dot(
       NotImplementedError: for second derivatives.
     """
     check_product(lhs, rhs, recipe, preferred_element_type)
+    dtype = preferred_element_type or promoted(lhs, rhs)
+    return group_product(lhs, rhs, group_sizes, recipe, random_words(recipe, key), dtype)
+
+
+def group_product(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    recipe: Recipe,
+    words: Array | None,
+    preferred_element_type: Any,
+) -> Array:
+    """`ragged_dot` of checked operands; without words what draws random bits raises."""
     group_sizes = _checked_sizes(lhs, rhs, group_sizes)
-    words = random_words(recipe, key)
-    dtype = np.dtype(preferred_element_type or promoted(lhs, rhs))
+    dtype = np.dtype(preferred_element_type)
     if lhs.size == 0 or rhs.size == 0:
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype)
     # Each row's place in the tiles, and each place's row; out of range where there is none.

@@ -1,6 +1,7 @@
 """Models to train, in plain Flax NNX. They know nothing of quantization."""
 
+from fp4jax.experts import Experts
 from fp4jax.models.hybrid import Hybrid, HybridConfig
 from fp4jax.models.mamba2 import Mamba2, ssd
 
-__all__ = ["Hybrid", "HybridConfig", "Mamba2", "ssd"]
+__all__ = ["Experts", "Hybrid", "HybridConfig", "Mamba2", "ssd"]
