@@ -3,5 +3,14 @@
 from fp4jax.experts import Experts
 from fp4jax.models.hybrid import Hybrid, HybridConfig
 from fp4jax.models.mamba2 import Mamba2, ssd
+from fp4jax.models.transformer import Transformer, TransformerConfig
 
-__all__ = ["Experts", "Hybrid", "HybridConfig", "Mamba2", "ssd"]
+__all__ = [
+    "Experts",
+    "Hybrid",
+    "HybridConfig",
+    "Mamba2",
+    "Transformer",
+    "TransformerConfig",
+    "ssd",
+]
