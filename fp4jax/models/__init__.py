@@ -3,6 +3,7 @@
 from fp4jax.experts import Experts
 from fp4jax.models.hybrid import Hybrid, HybridConfig
 from fp4jax.models.mamba2 import Mamba2, ssd
+from fp4jax.models.moe import Mixture, MoE, MoEConfig
 from fp4jax.models.transformer import Transformer, TransformerConfig
 
 __all__ = [
@@ -10,6 +11,9 @@ __all__ = [
     "Hybrid",
     "HybridConfig",
     "Mamba2",
+    "Mixture",
+    "MoE",
+    "MoEConfig",
     "Transformer",
     "TransformerConfig",
     "ssd",
