@@ -5,6 +5,7 @@ from fp4jax.models.hybrid import Hybrid, HybridConfig
 from fp4jax.models.mamba2 import Mamba2, ssd
 from fp4jax.models.moe import Mixture, MoE, MoEConfig
 from fp4jax.models.transformer import Transformer, TransformerConfig
+from fp4jax.models.vit import ViT, ViTConfig
 
 __all__ = [
     "Experts",
@@ -16,5 +17,7 @@ __all__ = [
     "MoEConfig",
     "Transformer",
     "TransformerConfig",
+    "ViT",
+    "ViTConfig",
     "ssd",
 ]
