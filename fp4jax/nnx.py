@@ -200,7 +200,7 @@ def quantize_model(model: M, policy: Policy, *, rngs: nnx.Rngs | None = None, st
             if not layer.as_in_flax:
                 raise NotImplementedError(
                     f"{layer.name} is a {type(modules[layer.path]).__name__}, which has a __call__ "
-                    f"of its own; only {layer.kind} as Flax has it can be quantized"
+                    f"of its own; only that of {layer.kind} can be quantized"
                 )
             _check(modules[layer.path], chosen[layer.path], rngs, layer.path)
     for path, choice in chosen.items():
