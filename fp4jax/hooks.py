@@ -26,18 +26,23 @@ from fp4jax.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
-class DotGeneral:
+class _Hook:
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(
+                f"recipe must be a Recipe such as fp4jax.recipes.nvfp4(), not {self.recipe!r}"
+            )
+
+
+class DotGeneral(_Hook):
     """`fp4jax.dot_general` with its recipe, in place of `jax.lax.dot_general`.
 
     For ``dot_general=`` of Flax layers, ``qkv_dot_general=`` and ``out_dot_general=`` of attention,
     and ``_dot_general=`` of `jax.numpy.einsum`, which may swap its operands, and with them
     activation and weight (`fp4jax.einsum` does not).
     """
-
-    recipe: Recipe
-
-    def __post_init__(self) -> None:
-        _check_recipe(self.recipe)
 
     def __call__(
         self,
@@ -56,14 +61,8 @@ class DotGeneral:
         return multiply(lhs, rhs, dimension_numbers, self.recipe, _words(self.recipe, key), dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class EinsumOp:
+class EinsumOp(_Hook):
     """`fp4jax.einsum` of two operands with its recipe, for ``einsum_op=`` of `flax.nnx.Einsum`."""
-
-    recipe: Recipe
-
-    def __post_init__(self) -> None:
-        _check_recipe(self.recipe)
 
     def __call__(
         self,
@@ -83,17 +82,11 @@ class EinsumOp:
         return contract(subscripts, (lhs, rhs), self.recipe, lambda step: words, dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class ConvGeneralDilated:
+class ConvGeneralDilated(_Hook):
     """A quantized convolution, for ``conv_general_dilated=`` of Flax's ``Conv``.
 
     The input's patches are the activation, the kernel the weight.
     """
-
-    recipe: Recipe
-
-    def __post_init__(self) -> None:
-        _check_recipe(self.recipe)
 
     def __call__(
         self,
@@ -139,14 +132,8 @@ class ConvGeneralDilated:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class RaggedDot:
+class RaggedDot(_Hook):
     """`fp4jax.ragged_dot` with its recipe, for ``ragged_dot=`` of `fp4jax.models.Experts`."""
-
-    recipe: Recipe
-
-    def __post_init__(self) -> None:
-        _check_recipe(self.recipe)
 
     def __call__(
         self,
@@ -210,11 +197,6 @@ def _words(recipe: Recipe, key: Array | None) -> Array | None:
             "Flax NNX layer fp4jax.nnx.Product(hook, rngs=rngs), which draws its own"
         )
     return random_words(recipe, key)
-
-
-def _check_recipe(recipe: Recipe) -> None:
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be a Recipe such as fp4jax.recipes.nvfp4(), not {recipe!r}")
 
 
 def _check(

@@ -1,6 +1,7 @@
 """Strict settings for all tests: no silent promotion, no silent broadcast, several devices."""
 
 import os
+from collections.abc import Iterator
 
 # Before JAX is imported: tests of sharding need more than one device.
 os.environ["XLA_FLAGS"] = (
@@ -8,6 +9,25 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def lenient_promotion() -> Iterator[None]:
+    """For tests that train: Optax raises a float to an integer power, which strict mode refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def compile_fast() -> Iterator[None]:
+    """For tests whose time is XLA's compilation of what then runs a few times.
+
+    Not for tests of bits, which must hold however much the compiler optimizes.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

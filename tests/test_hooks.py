@@ -9,6 +9,8 @@ from jax import lax
 
 import fp4jax as fp4
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 NVFP4 = fp4.recipes.nvfp4()
 NEAREST = fp4.recipes.nvfp4(rounding=fp4.Nearest())
 MATRIX = (((1,), (0,)), ((), ()))

@@ -8,6 +8,8 @@ from flax import linen
 
 import fp4jax as fp4
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 NVFP4 = fp4.recipes.nvfp4()
 NEAREST = fp4.recipes.nvfp4(rounding=fp4.Nearest())
 

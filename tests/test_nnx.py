@@ -8,6 +8,8 @@ from flax import nnx
 
 import fp4jax as fp4
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 NVFP4 = fp4.recipes.nvfp4()
 
 
