@@ -304,6 +304,7 @@ def test_bfloat16_activations_stay_close():
     assert 1e-4 < relative_error(rounded, exact) < 3e-2
 
 
+@pytest.mark.usefixtures("compile_fast")
 def test_training_converted():
     """Experts and projections of all but the first block are 4-bit, the router is not."""
     model = MoE(dataclasses.replace(SMALL, sparse_every=2), rngs=nnx.Rngs(0))

@@ -194,6 +194,7 @@ def test_bfloat16_activations_stay_close():
         assert 1e-4 < relative_error(low, exact) < 3e-2
 
 
+@pytest.mark.usefixtures("compile_fast")
 def test_training_converted():
     """All projections of all but the last block are 4-bit."""
     model = Transformer(LLAMA, rngs=nnx.Rngs(0))

@@ -167,6 +167,7 @@ def test_parameter_names():
     assert names["token"] == (1, 1, 16)
 
 
+@pytest.mark.usefixtures("compile_fast")
 def test_training_converted():
     """Two digits that differ in where their ink is are told apart, with 4-bit blocks."""
     config = dataclasses.replace(ViTConfig.tiny(), num_classes=2, num_blocks=2)
