@@ -25,6 +25,8 @@ import fp4jax as fp4
 from fp4jax.models import Experts, Mixture, MoE, MoEConfig, TransformerConfig
 from fp4jax.models.moe import Router, balance
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 # The shape of the model behind the vectors, and its loss: tests/vectors/make_transformers.py.
 SMALL = MoEConfig(
     transformer=TransformerConfig(
@@ -304,7 +306,6 @@ def test_bfloat16_activations_stay_close():
     assert 1e-4 < relative_error(rounded, exact) < 3e-2
 
 
-@pytest.mark.usefixtures("compile_fast")
 def test_training_converted():
     """Experts and projections of all but the first block are 4-bit, the router is not."""
     model = MoE(dataclasses.replace(SMALL, sparse_every=2), rngs=nnx.Rngs(0))

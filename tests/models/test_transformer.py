@@ -25,6 +25,8 @@ from language_models import (
 import fp4jax as fp4
 from fp4jax.models import Transformer, TransformerConfig
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 # The shape of the models behind the vectors: tests/vectors/make_transformers.py.
 LLAMA = TransformerConfig(
     vocab_size=53,
@@ -194,7 +196,6 @@ def test_bfloat16_activations_stay_close():
         assert 1e-4 < relative_error(low, exact) < 3e-2
 
 
-@pytest.mark.usefixtures("compile_fast")
 def test_training_converted():
     """All projections of all but the last block are 4-bit."""
     model = Transformer(LLAMA, rngs=nnx.Rngs(0))

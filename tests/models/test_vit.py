@@ -16,6 +16,8 @@ import fp4jax as fp4
 from fp4jax.models import ViT, ViTConfig
 from fp4jax.models.vit import patches
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 SMALL = ViTConfig(
     image_size=12,
     patch_size=4,
@@ -167,7 +169,6 @@ def test_parameter_names():
     assert names["token"] == (1, 1, 16)
 
 
-@pytest.mark.usefixtures("compile_fast")
 def test_training_converted():
     """Two digits that differ in where their ink is are told apart, with 4-bit blocks."""
     config = dataclasses.replace(ViTConfig.tiny(), num_classes=2, num_blocks=2)
