@@ -23,6 +23,7 @@ from fp4jax.hadamard import Hadamard as Hadamard
 from fp4jax.hooks import ConvGeneralDilated as ConvGeneralDilated
 from fp4jax.hooks import DotGeneral as DotGeneral
 from fp4jax.hooks import EinsumOp as EinsumOp
+from fp4jax.hooks import RaggedDot as RaggedDot
 from fp4jax.layers import Layer as Layer
 from fp4jax.linear import RESIDUAL as RESIDUAL
 from fp4jax.matmul import dot_general as dot_general

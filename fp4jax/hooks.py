@@ -23,6 +23,7 @@ from fp4jax.conv import convolve
 from fp4jax.einsum import contract
 from fp4jax.matmul import DimensionNumbers, check_product, multiply, random_words
 from fp4jax.products import promoted
+from fp4jax.ragged import group_product
 from fp4jax.recipe import Recipe
 
 
@@ -133,7 +134,35 @@ class ConvGeneralDilated(_Hook):
         )
 
 
-Hook = DotGeneral | EinsumOp | ConvGeneralDilated
+class RaggedDot(_Hook):
+    """`fp4jax.ragged_dot` with its recipe, for ``ragged_dot=`` of `fp4jax.models.Experts`."""
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        group_sizes: Array,
+        precision: None = None,
+        preferred_element_type: Any = None,
+        group_offset: None = None,
+        *,
+        out_sharding: None = None,
+        key: Array | None = None,
+    ) -> Array:
+        """As `fp4jax.ragged_dot`; ``precision`` and ``out_sharding`` must be None.
+
+        Raises:
+          NotImplementedError: for a ``group_offset``.
+        """
+        _check(lhs, rhs, self.recipe, precision, out_sharding, preferred_element_type)
+        if group_offset is not None:
+            raise NotImplementedError("group_offset of a quantized product must be None")
+        words = _words(self.recipe, key)
+        dtype = preferred_element_type or lhs.dtype
+        return group_product(lhs, rhs, group_sizes, self.recipe, words, dtype)
+
+
+Hook = DotGeneral | EinsumOp | ConvGeneralDilated | RaggedDot
 
 
 def keep_kernel(arrays: Sequence[Any], *, dtype: Any = None) -> tuple[Any, ...]:

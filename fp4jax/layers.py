@@ -11,6 +11,8 @@ import numpy as np
 from flax import linen, nnx
 from jax import lax
 
+from fp4jax.experts import Experts
+
 Path = tuple[str | int, ...]
 
 
@@ -19,7 +21,7 @@ class Layer(NamedTuple):
 
     Attributes:
       path: from the model to the layer, numbers for elements of lists.
-      kind: the Flax class, such as ``Linear`` or ``Conv``.
+      kind: the class, Flax's or `fp4jax.models.Experts`, such as ``Linear`` or ``Conv``.
       shape: of the kernel.
       parameters: how many there are, kernel and bias.
       as_in_flax: whether it computes as that class does, so that it can be quantized.
@@ -47,7 +49,7 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-NNX_KINDS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
+NNX_KINDS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, Experts)
 LINEN_KINDS = (linen.Dense, linen.DenseGeneral, linen.Einsum, linen.Conv, linen.ConvLocal)
 
 # The attribute that holds the product of a Linen layer, and what is called where it is None.

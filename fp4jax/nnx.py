@@ -13,7 +13,8 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import Array, lax
 
-from fp4jax.hooks import ConvGeneralDilated, DotGeneral, EinsumOp, Hook, keep_kernel
+from fp4jax import experts
+from fp4jax.hooks import ConvGeneralDilated, DotGeneral, EinsumOp, Hook, RaggedDot, keep_kernel
 from fp4jax.layers import Path, dotted, nnx_layers, nnx_modules
 from fp4jax.policy import Policy
 from fp4jax.recipe import Recipe
@@ -26,10 +27,10 @@ class Product(nnx.Module):
     """A quantized product with a random stream of its own, for the hooks of Flax NNX layers.
 
     ``nnx.Linear(..., dot_general=Product(DotGeneral(recipe), rngs=rngs))``, and likewise
-    `EinsumOp` as ``einsum_op`` and `ConvGeneralDilated` as ``conv_general_dilated``. Each call
-    draws a key, one without a backward pass too: evaluate a clone of the model where training has
-    to go on with the bits that it would have had. A recipe that draws no random bits needs none of
-    this: the hook alone does.
+    `EinsumOp` as ``einsum_op``, `ConvGeneralDilated` as ``conv_general_dilated`` and `RaggedDot` as
+    ``ragged_dot``. Each call draws a key, one without a backward pass too: evaluate a clone of the
+    model where training has to go on with the bits that it would have had. A recipe that draws no
+    random bits needs none of this: the hook alone does.
 
     Args:
       hook: the product.
@@ -149,6 +150,29 @@ class Conv(nnx.Conv):
         _install(self, recipe, rngs)
 
 
+class Experts(experts.Experts):
+    """`fp4jax.models.Experts` whose three products run by a recipe; see `Linear`.
+
+    Each expert's rows, gradients and kernel have tensor scales of their own, as in
+    `fp4jax.ragged_dot`.
+    """
+
+    recipe = property(_recipe)
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: Recipe,
+        rngs: nnx.Rngs,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_experts, in_features, out_features, rngs=rngs, **kwargs)
+        _install(self, recipe, rngs)
+
+
 def quantize_model(model: M, policy: Policy, *, rngs: nnx.Rngs | None = None, step: int = 0) -> M:
     """Quantizes the layers of ``model`` that ``policy`` reaches, in place, and returns it.
 
@@ -179,7 +203,7 @@ def quantize_model(model: M, policy: Policy, *, rngs: nnx.Rngs | None = None, st
             if not layer.as_in_flax:
                 raise NotImplementedError(
                     f"{layer.name} is a {type(modules[layer.path]).__name__}, which has a __call__ "
-                    f"of its own; only {layer.kind} as Flax has it can be quantized"
+                    f"of its own; only that of {layer.kind} can be quantized"
                 )
             _check(modules[layer.path], chosen[layer.path], rngs, layer.path)
     for path, choice in chosen.items():
@@ -251,6 +275,8 @@ def _stack(layer: Any) -> tuple[int, ...]:
     """
     if isinstance(layer, nnx.Linear):
         own: tuple[int, ...] = (layer.in_features, layer.out_features)
+    elif isinstance(layer, experts.Experts):
+        own = (layer.num_experts, layer.in_features, layer.out_features)
     elif isinstance(layer, nnx.LinearGeneral):
         own = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
     else:
@@ -270,16 +296,18 @@ def _hook_of(layer: Any) -> tuple[str, Any, type[Any]]:
     return next(hook for kind, hook in _HOOKS.items() if isinstance(layer, kind))
 
 
-# By class of Flax.
+# By class of Flax, or of a layer in its style.
 _HOOKS: dict[type, tuple[str, Any, type[Any]]] = {
     nnx.Linear: ("dot_general", lax.dot_general, DotGeneral),
     nnx.LinearGeneral: ("dot_general", None, DotGeneral),
     nnx.Einsum: ("einsum_op", jnp.einsum, EinsumOp),
     nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, ConvGeneralDilated),
+    experts.Experts: ("ragged_dot", lax.ragged_dot, RaggedDot),
 }
 _CLASSES: dict[type, type] = {
     nnx.Linear: Linear,
     nnx.LinearGeneral: LinearGeneral,
     nnx.Einsum: Einsum,
     nnx.Conv: Conv,
+    experts.Experts: Experts,
 }

@@ -54,10 +54,22 @@ def ragged_dot(
       NotImplementedError: for second derivatives.
     """
     check_product(lhs, rhs, recipe, preferred_element_type)
+    dtype = preferred_element_type or promoted(lhs, rhs)
+    return group_product(lhs, rhs, group_sizes, recipe, random_words(recipe, key), dtype)
+
+
+def group_product(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    recipe: Recipe,
+    words: Array | None,
+    preferred_element_type: Any,
+) -> Array:
+    """`ragged_dot` of checked operands; without words what draws random bits raises."""
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     group_sizes = _checked_sizes(lhs, rhs, group_sizes)
-    words = random_words(recipe, key)
-    dtype = np.dtype(preferred_element_type or promoted(lhs, rhs))
+    dtype = np.dtype(preferred_element_type)
     if lhs.size == 0 or rhs.size == 0:
         y = jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype)
         return varying_alike(y, lhs, rhs, group_sizes)[0]

@@ -22,7 +22,9 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.parametrize("hook", [fp4.DotGeneral, fp4.EinsumOp, fp4.ConvGeneralDilated])
+@pytest.mark.parametrize(
+    "hook", [fp4.DotGeneral, fp4.EinsumOp, fp4.ConvGeneralDilated, fp4.RaggedDot]
+)
 def test_hooks_are_values(hook):
     assert hook(fp4.recipes.nvfp4()) == hook(fp4.recipes.nvfp4())
     assert hash(hook(fp4.recipes.nvfp4())) == hash(hook(fp4.recipes.nvfp4()))
@@ -43,6 +45,24 @@ def test_dot_general_is_the_function():
         hook(x, w, MATRIX)
     with pytest.raises(ValueError, match="precision must be None, not highest"):
         hook(x, w, MATRIX, "highest", key=key)
+
+
+def test_ragged_dot_is_the_function():
+    x, w, key = normal(20, 32), normal(3, 32, 8, seed=1), jax.random.key(0)
+    hook, sizes = fp4.RaggedDot(NVFP4), jnp.asarray([5, 0, 15])
+    one, vjp = jax.vjp(lambda x, w: hook(x, w, sizes, key=key), x, w)
+    two, same = jax.vjp(lambda x, w: fp4.ragged_dot(x, w, sizes, recipe=NVFP4, key=key), x, w)
+    for a, b in zip((one, *vjp(one)), (two, *same(two)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    low = x.astype(jnp.bfloat16)
+    assert hook(low, w, sizes, key=key).dtype == jnp.bfloat16
+    assert hook(low, w, sizes, key=key, preferred_element_type=jnp.float32).dtype == jnp.float32
+    with pytest.raises(ValueError, match="key is missing"):
+        hook(x, w, sizes)
+    with pytest.raises(ValueError, match="precision must be None, not highest"):
+        hook(x, w, sizes, "highest", key=key)
+    with pytest.raises(NotImplementedError, match="group_offset of a quantized product"):
+        hook(x, w, sizes, group_offset=jnp.asarray([1]), key=key)
 
 
 def test_in_numpys_einsum():

@@ -1,7 +1,6 @@
 """The paper's language model: Mamba-2, attention and MLP blocks in any order."""
 
 import dataclasses
-import math
 from typing import Self
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp4jax.models.attention import Attention
+from fp4jax.models.checks import check_config, check_tokens
 from fp4jax.models.layers import RMSNorm, projection
 from fp4jax.models.mamba2 import Mamba2
 from fp4jax.models.mlp import MLP
@@ -64,20 +64,7 @@ class HybridConfig:
                 f"pattern must be a non-empty string of {', '.join(map(repr, _MIXERS))}; "
                 f"got {self.pattern!r}"
             )
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and (type(value) is not int or value < 1):
-                raise ValueError(f"{field.name} must be a positive integer; got {value!r}")
-            if field.type is float and not (
-                isinstance(value, float | int) and 0 <= value < math.inf
-            ):
-                raise ValueError(f"{field.name} must be a finite number from 0 up; got {value!r}")
-        for name, divisor in (("num_heads", "num_kv_heads"), ("mamba_heads", "mamba_groups")):
-            value, unit = getattr(self, name), getattr(self, divisor)
-            if value % unit:
-                raise ValueError(f"{name} must be a multiple of {divisor}={unit}; got {value}")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype must be 'float32' or 'bfloat16'; got {self.dtype!r}")
+        check_config(self, num_heads="num_kv_heads", mamba_heads="mamba_groups")
 
     @classmethod
     def tiny(cls) -> Self:
@@ -95,6 +82,42 @@ class HybridConfig:
             mamba_groups=2,
             mamba_state=16,
             chunk=32,
+        )
+
+    @classmethod
+    def m30(cls) -> Self:
+        """30.8M parameters besides embedding and head, in the paper's proportions."""
+        return cls(
+            vocab_size=32000,
+            d_model=512,
+            pattern="M-M-M*-M-M-M*-M-",
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=64,
+            mlp_dim=2048,
+            mamba_heads=16,
+            mamba_head_dim=64,
+            mamba_groups=4,
+            mamba_state=128,
+            dtype="bfloat16",
+        )
+
+    @classmethod
+    def m100(cls) -> Self:
+        """100M parameters besides embedding and head, in the paper's proportions."""
+        return cls(
+            vocab_size=32000,
+            d_model=1024,
+            pattern="M-M-M*-M-M-M*-",
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=128,
+            mlp_dim=4096,
+            mamba_heads=32,
+            mamba_head_dim=64,
+            mamba_groups=4,
+            mamba_state=128,
+            dtype="bfloat16",
         )
 
     @classmethod
@@ -227,11 +250,7 @@ class Hybrid(nnx.Module):
         Raises:
           ValueError: ``tokens`` is not a two-dimensional integer array.
         """
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(
-                "tokens must be an integer array of shape (batch, length); "
-                f"got {tokens.dtype} of shape {tokens.shape}"
-            )
+        check_tokens(tokens)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)

@@ -1,4 +1,4 @@
-"""The two layers that every mixer shares: a bias-free projection and RMSNorm."""
+"""The layers that mixers share: a projection, RMSNorm and LayerNorm."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,11 @@ def projection(
     features_out: int,
     *,
     variance: float = 1.0,
+    use_bias: bool = False,
     dtype: DTypeLike = jnp.float32,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """A linear layer without bias, float32 kernel of shape ``(features_in, features_out)``.
+    """A linear layer with a float32 kernel of shape ``(features_in, features_out)``.
 
     Args:
       features_in: width of the input.
@@ -24,12 +25,13 @@ def projection(
       variance: variance of the output for an input of variance one. Layers that write to the
         residual stream pass one over the number of writers, so that the stream's variance at
         initialization does not grow with depth.
+      use_bias: whether there is a bias, zero at first.
       dtype: dtype in which the product is computed and returned.
       rngs: source of the initial kernel (stream ``params``).
     """
     init = nnx.initializers.variance_scaling(variance, "fan_in", "truncated_normal")
     return nnx.Linear(
-        features_in, features_out, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs
+        features_in, features_out, use_bias=use_bias, kernel_init=init, dtype=dtype, rngs=rngs
     )
 
 
@@ -67,3 +69,30 @@ class RMSNorm(nnx.Module):
         normed = parts * jax.lax.rsqrt(mean_square + self.epsilon)
         scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
         return (normed.reshape(x.shape) * scale).astype(self.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Brings the last axis to mean zero and variance one (arXiv:1607.06450), then scale and bias.
+
+    Computed in float32, returned in ``dtype``.
+
+    Args:
+      width: length of the last axis.
+      epsilon: added to the variance.
+      dtype: dtype of the result.
+    """
+
+    def __init__(self, width: int, *, epsilon: float = 1e-6, dtype: DTypeLike = jnp.float32):
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
+        self.epsilon = epsilon
+        self.dtype = dtype
+
+    def __call__(self, x: Array) -> Array:
+        """Normalizes ``x`` of shape ``(..., width)``."""
+        x = x.astype(jnp.float32)
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        shape = (1,) * (x.ndim - 1) + (-1,)
+        scale, bias = self.scale[...].reshape(shape), self.bias[...].reshape(shape)
+        return (centred * jax.lax.rsqrt(variance + self.epsilon) * scale + bias).astype(self.dtype)
