@@ -6,8 +6,9 @@ compute in.
 
 Where the recipe rounds stochastically, the key is the argument ``key``. In a Flax NNX layer put
 `fp4jax.nnx.Product` around the hook, which draws keys from a stream of its own. Inside a Flax Linen
-module the key is drawn from that module's stream ``quantize``; without it the model still runs
-forward, where only the backward pass draws random bits, and the backward pass raises.
+module (its compact method) the key is drawn from that module's stream ``quantize``; without it the
+model still runs forward, where only the backward pass draws random bits, and the backward pass
+raises.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flax import linen
+from flax.errors import AssignSubModuleError
 from jax import Array, lax
 
 from fp4jax.conv import convolve
@@ -159,7 +161,13 @@ class _Draw(linen.Module):
 
 def _words(recipe: Recipe, key: Array | None) -> Array | None:
     if recipe.needs_key and key is None:
-        draw = _Draw()
+        try:
+            draw = _Draw()
+        except AssignSubModuleError as error:
+            raise ValueError(
+                f"key is missing: recipe {recipe.name!r} rounds stochastically, and a method that "
+                "is not compact has to draw by itself: key=self.make_rng('quantize')"
+            ) from error
         if draw.scope is not None:
             key = draw()
             return None if key is None else random_words(recipe, key)

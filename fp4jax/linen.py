@@ -84,7 +84,8 @@ def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs
     methods and variables; ``recipes`` has each layer's path with its recipe or None. A call that
     reaches a layer which the example inputs did not reach raises ValueError, since no rule has
     decided about it. A later ``step`` gives a module with the recipes that the policy's schedules
-    have there.
+    have there. A submodule of the result that is called directly, as ``bound.encoder(x)``, not from
+    one of the model's methods, is the plain layer that it was.
 
     Args:
       model: any Linen model; one that is already quantized is quantized anew.
@@ -101,11 +102,7 @@ def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs
     if not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy such as Policy.keep_ends(), not {policy!r}")
     base: Any = getattr(type(model), "_quantized_from", type(model))
-    fields = {
-        field.name: getattr(model, field.name)
-        for field in dataclasses.fields(base)
-        if field.init and field.name != "parent"
-    }
+    fields = _fields(model)
     layers = linen_layers(base(**fields), args, kwargs)
     chosen = policy.assign(layers)
 
@@ -125,6 +122,20 @@ def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs
     return quantized
 
 
+def _fields(model: linen.Module) -> dict[str, Any]:
+    """What the model was made with."""
+    return {
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(model)
+        if field.init and field.name != "parent"
+    }
+
+
+def _rebuilt(base: Any, recipes: Recipes, fields: dict[str, Any]) -> Any:
+    """A quantized module from what it was pickled as: its class exists only here."""
+    return _quantized_class(base, recipes)(**fields)
+
+
 @functools.cache
 def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
     """A subclass whose methods run with the layers' products replaced.
@@ -134,11 +145,14 @@ def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
     attributes. And a further attribute would get in the way of Flax's transforms of classes.
     """
 
-    def guarded(method: Any) -> Any:
+    def guarded(method: Any, whole: bool = False) -> Any:
         @linen.nowrap
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            intercept = _interceptor(dict(recipes), len(self.path))
-            with traced_for((recipes, self.path)), linen.intercept_methods(intercept):
+            if self.scope is None and not whole:  # unbound, and so without layers to run
+                return method(self, *args, **kwargs)
+            path = () if whole else self.path
+            intercept = _interceptor(dict(recipes), len(path))
+            with traced_for((recipes, path)), linen.intercept_methods(intercept):
                 return method(self, *args, **kwargs)
 
         return functools.update_wrapper(call, method, updated=())
@@ -149,6 +163,12 @@ def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
                 public = name == "__call__" or not name.startswith("_")
                 if inspect.isfunction(method) and public and name != "setup":
                     namespace[name] = guarded(method)
+        # What these are given as ``method`` need not be one of the class.
+        for name in ("apply", "init_with_output"):
+            namespace[name] = guarded(getattr(base, name), whole=True)
+        namespace["__reduce__"] = linen.nowrap(
+            lambda self: (_rebuilt, (base, recipes, _fields(self)))
+        )
         namespace["__module__"], namespace["__doc__"] = base.__module__, base.__doc__
         namespace["recipes"], namespace["_quantized_from"] = recipes, base
 
@@ -177,8 +197,8 @@ def _interceptor(recipes: dict[Path, Recipe | None], above: int) -> Any:
 
 def _call_quantized(layer: Any, recipe: Recipe, call: Any, args: Any, kwargs: Any) -> Any:
     """The layer's ``__call__`` with its product replaced for that time."""
+    _check(layer, recipe)
     if isinstance(layer, linen.Einsum):  # which has no hook
-        _check(layer, recipe)
         return _einsum(layer, EinsumOp(recipe), *args, **kwargs)
     before = {name: getattr(layer, name) for name in (_hook(layer, recipe)[0], "promote_dtype")}
     _install(layer, recipe)
@@ -209,6 +229,11 @@ def _hook(layer: Any, recipe: Recipe) -> tuple[str, Hook]:
 def _check(layer: Any, recipe: Recipe) -> None:
     """Raises what `quantize_model` says it raises about one layer."""
     where = f" of {dotted(layer.path)}" if layer.scope is not None else ""
+    if isinstance(layer, linen.ConvLocal):
+        raise NotImplementedError(
+            f"layer {dotted(layer.path)} is a ConvLocal, which has a kernel for each position: "
+            "that is no single product and cannot be quantized"
+        )
     name, hook = _hook(layer, recipe)
     usual = {
         name: (None, hook),

@@ -66,6 +66,7 @@ def multiply(
     preferred_element_type: Any,
 ) -> Array:
     """`dot_general` of checked arguments; without words what draws random bits raises."""
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     # Shapes and dtype of the result, and the checks of dimension_numbers, are lax's own.
     result = jax.eval_shape(
         lambda a, b: lax.dot_general(
@@ -75,7 +76,7 @@ def multiply(
         rhs,
     )
     if lhs.size == 0 or rhs.size == 0:
-        return jnp.zeros(result.shape, result.dtype)
+        return varying_alike(jnp.zeros(result.shape, result.dtype), lhs, rhs)[0]
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = _others(lhs.ndim, lhs_batch, lhs_contract)
     rhs_free = _others(rhs.ndim, rhs_batch, rhs_contract)

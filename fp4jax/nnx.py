@@ -27,7 +27,9 @@ class Product(nnx.Module):
 
     ``nnx.Linear(..., dot_general=Product(DotGeneral(recipe), rngs=rngs))``, and likewise
     `EinsumOp` as ``einsum_op`` and `ConvGeneralDilated` as ``conv_general_dilated``. Each call
-    draws a key. A recipe that draws no random bits needs none of this: the hook alone does.
+    draws a key, one without a backward pass too: evaluate a clone of the model where training has
+    to go on with the bits that it would have had. A recipe that draws no random bits needs none of
+    this: the hook alone does.
 
     Args:
       hook: the product.
@@ -168,6 +170,8 @@ def quantize_model(model: M, policy: Policy, *, rngs: nnx.Rngs | None = None, st
     """
     if not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy such as Policy.keep_ends(), not {policy!r}")
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model must be a Flax NNX model, not {type(model).__name__}")
     modules, layers = dict(nnx_modules(model)), nnx_layers(model)
     chosen = policy.assign(layers)
     for layer in layers:
@@ -224,6 +228,7 @@ def _check(
         )
     if not quantized or product.stream is None:
         _check_stream(choice, rngs)
+        _stack(layer)
 
 
 def _check_stream(choice: Recipe | Schedule, rngs: nnx.Rngs | None) -> None:
@@ -239,15 +244,25 @@ def _fork(rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx.RngStream:
 
 
 def _stack(layer: Any) -> tuple[int, ...]:
-    """The leading axes that the kernel has more than one layer's would have."""
+    """The leading axes that the kernel has more than one layer's would have.
+
+    Raises:
+      NotImplementedError: if layers are stacked along another axis than the first.
+    """
     if isinstance(layer, nnx.Linear):
-        own = 2
+        own: tuple[int, ...] = (layer.in_features, layer.out_features)
     elif isinstance(layer, nnx.LinearGeneral):
-        own = len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
+        own = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
     else:
-        own = len(layer.kernel_shape)
+        own = tuple(layer.kernel_shape)
     shape: tuple[int, ...] = layer.kernel.shape
-    return shape[: len(shape) - own]
+    leading = shape[: len(shape) - len(own)]
+    if shape != (*leading, *own):
+        raise NotImplementedError(
+            f"a kernel of shape {shape} holds layers of shape {own} stacked along another axis "
+            "than the first, which random streams cannot follow"
+        )
+    return leading
 
 
 def _hook_of(layer: Any) -> tuple[str, Any, type[Any]]:

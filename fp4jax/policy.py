@@ -2,6 +2,8 @@
 
 import dataclasses
 import fnmatch
+import math
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -38,7 +40,10 @@ class Blocks:
     def __post_init__(self) -> None:
         for name in ("first", "last"):
             value = getattr(self, name)
-            if value is not None and (value < 0 or (isinstance(value, float) and value >= 1)):
+            if value is not None:  # NumPy's numbers as Python's
+                value = float(value) if isinstance(value, float) else operator.index(value)
+                object.__setattr__(self, name, value)
+            if value is not None and not 0 <= value < (1 if isinstance(value, float) else math.inf):
                 raise ValueError(
                     f"{name} must be a number of blocks from 0 up, or a float below 1 for a "
                     f"fraction, not {value}"

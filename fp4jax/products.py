@@ -122,7 +122,9 @@ class Tiles(NamedTuple):
 def promoted(*arrays: Array) -> Any:
     """The dtype that arrays of these dtypes promote to, also where JAX is set to refuse that."""
     with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jnp.promote_types, (array.dtype for array in arrays))
+        # A float64 array of NumPy counts as what JAX makes of it.
+        dtypes = (jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays)
+        return functools.reduce(jnp.promote_types, dtypes)
 
 
 def _contract(a: Array, b: Array, a_contract: int, b_contract: int) -> Array:

@@ -54,11 +54,13 @@ def ragged_dot(
       NotImplementedError: for second derivatives.
     """
     check_product(lhs, rhs, recipe, preferred_element_type)
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     group_sizes = _checked_sizes(lhs, rhs, group_sizes)
     words = random_words(recipe, key)
     dtype = np.dtype(preferred_element_type or promoted(lhs, rhs))
     if lhs.size == 0 or rhs.size == 0:
-        return jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype)
+        y = jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype)
+        return varying_alike(y, lhs, rhs, group_sizes)[0]
     # Each row's place in the tiles, and each place's row; out of range where there is none.
     rows, groups = lhs.shape[0], rhs.shape[0]
     length = math.lcm(_ROWS, *_row_multiples(recipe))

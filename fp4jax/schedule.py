@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import itertools
+import operator
 from typing import Self
 
 from fp4jax.recipe import Recipe
@@ -28,7 +29,11 @@ class Schedule:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", tuple((start, recipe) for start, recipe in self.phases))
+        phases = tuple(
+            (start if isinstance(start, float) else operator.index(start), recipe)
+            for start, recipe in self.phases
+        )
+        object.__setattr__(self, "phases", phases)
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps must be at least 1, not {self.steps}")
         for start, recipe in self.phases:

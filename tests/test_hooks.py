@@ -121,6 +121,24 @@ def test_linen_draws_from_the_layers_stream():
         jax.grad(lambda v: (layer.apply(v, x) ** 2).sum())(variables)
 
 
+def test_a_linen_method_that_is_not_compact_gives_a_key():
+    class Setup(linen.Module):
+        own_key: bool = False
+
+        def setup(self):
+            self.w = self.param("w", linen.initializers.ones, (32, 8))
+
+        def __call__(self, x):
+            key = self.make_rng("quantize") if self.own_key else None
+            return fp4.DotGeneral(NVFP4)(x, self.w, MATRIX, key=key)
+
+    x, rngs = normal(20, 32), {"params": jax.random.key(0), "quantize": jax.random.key(1)}
+    with pytest.raises(ValueError, match=r"key is missing: .* key=self\.make_rng\('quantize'\)"):
+        Setup().init(rngs, x)
+    y, _ = Setup(own_key=True).init_with_output(rngs, x)
+    np.testing.assert_array_equal(y, fp4.dot_general(x, jnp.ones((32, 8)), MATRIX, recipe=NEAREST))
+
+
 def test_two_linen_layers_draw_different_bits():
     class Two(linen.Module):
         @linen.compact

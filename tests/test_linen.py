@@ -1,5 +1,8 @@
 """Linen layers, and quantizing an existing Linen model by path."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,6 +215,52 @@ def test_submodules_that_are_attributes_and_methods_besides_call():
     )
 
 
+class Coder(linen.Module):
+    def setup(self):
+        self.inner = linen.Dense(32)
+
+    def __call__(self, x):
+        return self.encode(x)
+
+    def encode(self, x):
+        return self.inner(x)
+
+    def _encode(self, x):
+        return self.inner(x)
+
+    def width(self):
+        return 32
+
+
+@pytest.mark.parametrize(
+    "method", [Coder.encode, "_encode", lambda coder, x: coder.inner(x)], ids=["base", "own", "any"]
+)
+def test_apply_quantizes_whatever_function_it_is_given(method):
+    x = normal(16, 32)
+    quantized = fp4.linen.quantize_model(Coder(), fp4.Policy([fp4.Rule("*", NEAREST)]), x)
+    variables = Coder().init(jax.random.key(0), x)
+    expected = quantized.apply(variables, x)
+    np.testing.assert_array_equal(quantized.apply(variables, x, method=method), expected)
+    y, _ = quantized.init_with_output(jax.random.key(0), x, method=method)
+    np.testing.assert_array_equal(y, expected)
+
+
+def test_methods_that_run_no_layer_need_no_variables():
+    x, policy = normal(16, 32), fp4.Policy([fp4.Rule("*", NEAREST)])
+    assert fp4.linen.quantize_model(Coder(), policy, x).width() == 32
+    cell, key = linen.LSTMCell(8), jax.random.key(0)
+    carry = cell.initialize_carry(key, x.shape)
+    quantized = fp4.linen.quantize_model(cell, policy, carry, x)
+    jax.tree.map(np.testing.assert_array_equal, quantized.initialize_carry(key, x.shape), carry)
+
+
+def test_a_quantized_model_survives_pickle_and_deepcopy():
+    x = normal(20, 32)
+    quantized = fp4.linen.quantize_model(Net(), fp4.Policy([fp4.Rule("*.up", NEAREST)]), x)
+    for copied in (pickle.loads(pickle.dumps(quantized)), copy.deepcopy(quantized)):
+        assert copied == quantized and type(copied) is type(quantized)
+
+
 def test_a_convolution_when_asked():
     class Images(linen.Module):
         @linen.compact
@@ -251,6 +300,8 @@ def test_what_cannot_be_quantized_raises():
     grouped = linen.Conv(32, (3,), feature_group_count=2)
     with pytest.raises(NotImplementedError, match="feature_group_count"):
         fp4.linen.quantize_model(Model(grouped), everything, normal(2, 9, 32))
+    with pytest.raises(NotImplementedError, match="layer layer is a ConvLocal"):
+        fp4.linen.quantize_model(Model(linen.ConvLocal(8, (3,))), everything, normal(2, 9, 32))
     with pytest.raises(TypeError, match="policy must be a Policy"):
         fp4.linen.quantize_model(Model(linen.Dense(8)), NEAREST, x)
 

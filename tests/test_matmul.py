@@ -1,6 +1,7 @@
 """dot_general: its products against float64, unbiasedness, residuals, dimension numbers."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -282,3 +283,40 @@ def test_recipes_are_values():
     assert NVFP4.replace(dgrad=NVFP4.dgrad).name == "nvfp4*"
     with pytest.raises(dataclasses.FrozenInstanceError):
         NVFP4.name = "other"
+
+
+def test_float64_arrays_of_numpy_count_as_what_jax_makes_of_them():
+    x, w = (np.random.default_rng(0).standard_normal(shape) for shape in ((4, 5), (5, 6)))
+    recipe = fp4.recipes.nvfp4(rounding=fp4.Nearest())
+
+    def all_three(x, w):
+        stack = w[None]
+        return (
+            fp4.matmul(x, w, recipe=recipe),
+            fp4.ragged_dot(x, stack, np.array([4]), recipe=recipe),
+            fp4.einsum("ab,bc,c->a", x, w, w[0], recipe=recipe),
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # JAX warns where float64 is asked for and not enabled
+        got = all_three(x, w)
+        jax.grad(lambda x: sum(y.sum() for y in all_three(x, w)))(jnp.asarray(x))
+    expected = all_three(*(jnp.asarray(a) for a in (x, w)))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_an_empty_product_varies_over_the_mesh_as_its_factors_do():
+    recipe = fp4.recipes.nvfp4(rounding=fp4.Nearest())
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec, x, w = jax.sharding.PartitionSpec("d"), jnp.ones((4, 0)), jnp.ones((0, 6))
+    sizes = jnp.array([4])
+
+    def products(x):
+        for y in (
+            fp4.matmul(x, w, recipe=recipe),
+            fp4.ragged_dot(x, w[None], sizes, recipe=recipe),
+        ):
+            assert jax.typeof(y).manual_axis_type.varying == {"d"}
+        return x
+
+    jax.shard_map(products, mesh=mesh, in_specs=spec, out_specs=spec)(x)

@@ -197,3 +197,20 @@ def test_explain_lists_every_linear_layer():
         ["blocks.3", "16x16", "272", "bf16"],
         ["head", "16x3", "51", "untouched"],
     ]
+
+
+def test_layers_stacked_along_another_axis_are_refused():
+    class One(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(16, 8, rngs=rngs)
+
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+    make = nnx.split_rngs(splits=3)(nnx.vmap(One, in_axes=0, out_axes=axes))
+    model, policy = make(nnx.Rngs(0)), fp4.Policy([fp4.Rule("*", NVFP4)])
+    with pytest.raises(NotImplementedError, match=r"shape \(16, 3, 8\) holds layers of shape \(16"):
+        fp4.nnx.quantize_model(model, policy, rngs=nnx.Rngs(quantize=0))
+
+
+def test_only_nnx_models():
+    with pytest.raises(TypeError, match="model must be a Flax NNX model, not list"):
+        fp4.nnx.quantize_model([], fp4.Policy.keep_ends())

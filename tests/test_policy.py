@@ -1,5 +1,6 @@
 """Policies: which layer gets which recipe, and that nothing is missed in silence."""
 
+import numpy as np
 import pytest
 
 import fp4jax as fp4
@@ -108,7 +109,7 @@ def test_convolutions_only_where_a_rule_asks_for_them():
     assert assigned(fp4.Policy([fp4.Rule("*", NVFP4)]), given) == {"blocks.0.mix": "nvfp4"}
     asked = fp4.Policy([fp4.Rule("*", NVFP4, convolutions=True)])
     assert set(assigned(asked, given)) == {"blocks.0.mix", "blocks.0.conv"}
-    with pytest.raises(ValueError, match="reaches no layer: it matches none"):
+    with pytest.raises(ValueError, match="it matches only convolutions"):
         fp4.Policy([fp4.Rule("*.conv", NVFP4)]).assign(given)
 
 
@@ -134,6 +135,8 @@ def test_a_rule_that_reaches_nothing_is_an_error(rules, message):
         (lambda: fp4.Rule("*", "bf16"), TypeError, "recipe must be a Recipe, a Schedule or None"),
         (lambda: fp4.Policy.keep_ends(first=-1), ValueError, "first must be a number .* not -1"),
         (lambda: fp4.Blocks(last=1.5), ValueError, "last must be .* not 1.5"),
+        (lambda: fp4.Blocks(last=float("nan")), ValueError, "last must be .* not nan"),
+        (lambda: fp4.Blocks(first="1"), TypeError, "str"),
         (lambda: fp4.Policy.keep_ends().explain(3), TypeError, "NNX or Linen model, not int"),
     ],
 )
@@ -143,6 +146,8 @@ def test_what_cannot_be_honoured_raises(call, error, message):
 
 
 def test_policies_are_values():
+    assert fp4.Blocks(np.int64(1), np.float64(0.5)) == fp4.Blocks(1, 0.5)
+    assert fp4.Blocks(np.int64(1)).select(TEN) == fp4.Blocks(1).select(TEN)
     assert fp4.Policy.keep_ends(first=2) == fp4.Policy.keep_ends(first=2)
     assert hash(fp4.Policy.keep_ends(last=0.2)) == hash(fp4.Policy.keep_ends(last=0.2))
     assert fp4.Policy.keep_ends(first=2) != fp4.Policy.keep_ends(first=3)

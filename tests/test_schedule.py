@@ -1,5 +1,6 @@
 """Schedules: which recipe at which step."""
 
+import numpy as np
 import pytest
 
 import fp4jax as fp4
@@ -40,6 +41,8 @@ def test_steps_and_fractions():
     assert schedule.name == "bf16; nvfp4 from 10; bf16 from 500"
     assert schedule.needs_key
     assert schedule == fp4.Schedule(phases, steps=1000)
+    numpy_ints = fp4.Schedule([(np.int64(start), r) for start, r in phases[:2]], steps=1000)
+    assert numpy_ints.starts == (0, 10)
     assert hash(schedule) == hash(fp4.Schedule(phases, steps=1000))
 
 
