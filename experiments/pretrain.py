@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -104,10 +104,10 @@ def main(args: Sequence[str] | None = None) -> int:
         _claim(config, corpus)
         finished = pretrain(config, corpus, console)
     except (data.DataError, DifferentRunError) as error:
-        Console(stderr=True).print(f"error: {error}", highlight=False, markup=False)
+        _complain(f"error: {error}")
         return UNUSABLE
     except NonFiniteError as error:
-        Console(stderr=True).print(f"stopped: {error}", highlight=False, markup=False)
+        _complain(f"stopped: {error}")
         return DIVERGED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -131,9 +131,11 @@ def pretrain(config: Config, corpus: Corpus, console: Console) -> bool:
     """
     run = _Run(config, corpus)
     state = run.start()
-    asked = _Termination()
     say = console.print
-    with Checkpoints(config.out / "checkpoints", config.keep) as checkpoints:
+    with (
+        _Termination() as asked,
+        Checkpoints(config.out / "checkpoints", config.keep) as checkpoints,
+    ):
         first = 0
         found = checkpoints.restore(state, lambda text: say(text, highlight=False))
         if found is not None:
@@ -147,8 +149,8 @@ def pretrain(config: Config, corpus: Corpus, console: Console) -> bool:
             while done < config.training.steps and not asked:
                 until = min(stop for stop in run.stops if stop > done)
                 started = time.perf_counter()
-                losses = []
-                while done < until and not asked:
+                losses: list[jax.Array] = []
+                while not losses or (done < until and not asked):
                     state, loss = run.step(done, state)
                     losses.append(loss)
                     done += 1
@@ -248,11 +250,15 @@ class _Run:
 
 
 class _Termination:
-    """True once the process was sent SIGTERM."""
+    """True once the process was sent SIGTERM, which then does not end it."""
 
-    def __init__(self) -> None:
+    def __enter__(self) -> Self:
         self._asked = False
-        signal.signal(signal.SIGTERM, self._note)
+        self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
@@ -264,6 +270,10 @@ class _Termination:
 def _all_finite(params: nnx.State, losses: list[jax.Array]) -> bool:
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]
     return all(math.isfinite(float(loss)) for loss in losses) and all(map(bool, finite))
+
+
+def _complain(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _claim(config: Config, corpus: Corpus) -> None:

@@ -151,12 +151,12 @@ def test_killed_for_real(tmp_path, text):
     )
 
     def start(name):
-        options = ["--recipe", "bf16", "--steps", "400", "--checkpoint-every", "5", "--evals", "1"]
+        options = ["--recipe", "bf16", "--steps", "150", "--checkpoint-every", "5", "--evals", "1"]
         command = [*SMALL, *options, "--data", text, "--out", str(tmp_path / name)]
         return subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.DEVNULL)
 
     metrics = tmp_path / "killed" / "metrics.jsonl"
-    for lines in (20, 120):
+    for lines in (20, 70):
         process = start("killed")
         while len(read(metrics)) < lines and process.poll() is None:
             time.sleep(0.05)
@@ -165,5 +165,5 @@ def test_killed_for_real(tmp_path, text):
     for name in ("killed", "straight"):
         assert start(name).wait() == 0
     killed, straight = (read(tmp_path / name / "metrics.jsonl") for name in ("killed", "straight"))
-    assert [line["step"] for line in killed] == list(range(1, 401))
+    assert [line["step"] for line in killed] == list(range(1, 151))
     assert [line["loss"] for line in killed] == [line["loss"] for line in straight]
