@@ -1,4 +1,4 @@
-"""The two figures of a comparison: loss curves, and the gap to the baseline along the way."""
+"""Figures: a comparison's loss curves and gaps to the baseline, and the losses of one run."""
 
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,29 @@ def gap_curves(results: dict[str, Any], path: Path) -> None:
             ]
             _draw(axes, gaps, colour, recipe, results)
     _frame(axes, results, f"validation loss above {baseline} (%)", f"Gap to {baseline}")
+    _save(figure, path)
+
+
+def training_loss(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Training and validation loss of one run against its steps, from the lines of its metrics."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    steps, losses = [line["step"] for line in lines], [line["loss"] for line in lines]
+    axes.plot(steps, losses, color=COLOURS[0], lw=0.8, alpha=0.6, label="training, each batch")
+    held_out = {
+        line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line
+    }
+    axes.plot(
+        list(held_out),
+        list(held_out.values()),
+        color=BASELINE_COLOUR,
+        marker="o",
+        markersize=3.5,
+        label="validation",
+    )
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize="small")
     _save(figure, path)
 
 

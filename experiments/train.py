@@ -84,13 +84,13 @@ def train(model: nnx.Module, corpus: Corpus, training: Training, seed: int) -> I
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
     tx = optimizer(training)
     state = State(params, tx.init(params), rest)
-    validation = _batches(corpus.validation(training.validation), training.batch)
+    validation = batches(corpus.validation(training.validation), training.batch)
 
     # Compiled ahead, so that the clock below sees none of it.
     first = corpus.batch(seed, 0, training.batch)
-    step = jax.jit(_step, static_argnums=(0, 1), donate_argnums=2)
+    step = jax.jit(take_step, static_argnums=(0, 1), donate_argnums=2)
     compiled_step = step.lower(graphdef, tx, state, first).compile()
-    evaluation = jax.jit(_loss, static_argnums=0)
+    evaluation = jax.jit(loss_of, static_argnums=0)
     compiled_loss = evaluation.lower(graphdef, params, rest, validation[0]).compile()
 
     def evaluate(state: State) -> float:
@@ -163,13 +163,16 @@ def next_byte_loss(model: nnx.Module, windows: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
-def _loss(graphdef: Any, params: nnx.State, rest: nnx.State, windows: jax.Array) -> jax.Array:
+def loss_of(graphdef: Any, params: nnx.State, rest: nnx.State, windows: jax.Array) -> jax.Array:
+    """The loss of the model that these parts make."""
     return next_byte_loss(nnx.merge(graphdef, params, rest), windows)
 
 
-def _step(
+def take_step(
     graphdef: Any, tx: optax.GradientTransformation, state: State, windows: jax.Array
 ) -> tuple[State, jax.Array]:
+    """The state after an optimizer step, and the loss before it."""
+
     def loss_and_rest(params: nnx.State) -> tuple[jax.Array, nnx.State]:
         model = nnx.merge(graphdef, params, state.rest, copy=True)
         loss = next_byte_loss(model, windows)
@@ -181,7 +184,7 @@ def _step(
     return State(optax.apply_updates(state.params, updates), opt_state, rest), loss
 
 
-def _batches(windows: np.ndarray, size: int) -> list[np.ndarray]:
+def batches(windows: np.ndarray, size: int) -> list[np.ndarray]:
     """Cuts windows into batches of one shape, leaving out what does not fill the last."""
     size = min(size, len(windows))
     return [windows[i : i + size] for i in range(0, len(windows) - size + 1, size)]
