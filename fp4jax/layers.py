@@ -1,5 +1,6 @@
 """What a policy knows of a model: its layers that multiply by a kernel, of Flax NNX or Linen."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -104,13 +105,8 @@ def linen_layers(model: linen.Module, args: tuple[Any, ...], kwargs: dict[str, A
         own = getattr(layer, name, None)
         noting = _Noting(own or usual, type(layer).__call__ is linen.Einsum.__call__)
         reached[layer.path] = kind_of(layer, LINEN_KINDS), noting
-        if not hasattr(layer, name):
+        with replaced(layer, {name: noting} if hasattr(layer, name) else {}):
             return call(*args, **kwargs)
-        object.__setattr__(layer, name, noting)  # a bound module is frozen
-        try:
-            return call(*args, **kwargs)
-        finally:
-            object.__setattr__(layer, name, own)
 
     with traced_for(object()), linen.intercept_methods(note):
         parameters = linen.unbox(traced_init(model, args, kwargs)).get("params", {})
@@ -122,6 +118,23 @@ def linen_layers(model: linen.Module, args: tuple[Any, ...], kwargs: dict[str, A
             own = own[name]
         found.append(Layer(path, kind, own["kernel"].shape, _size(own), noting.called))
     return found
+
+
+@contextlib.contextmanager
+def replaced(layer: linen.Module, attributes: dict[str, Any]) -> Iterator[None]:
+    """Gives a Linen layer other attributes for a while."""
+    before = {name: getattr(layer, name) for name in attributes}
+    set_attributes(layer, attributes)
+    try:
+        yield
+    finally:
+        set_attributes(layer, before)
+
+
+def set_attributes(layer: linen.Module, attributes: dict[str, Any]) -> None:
+    """Sets attributes of a Linen layer, which is frozen once it is bound."""
+    for name, value in attributes.items():
+        object.__setattr__(layer, name, value)
 
 
 def traced_init(model: linen.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

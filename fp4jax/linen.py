@@ -17,7 +17,18 @@ from flax import linen
 from jax import Array
 
 from fp4jax.hooks import ConvGeneralDilated, DotGeneral, EinsumOp, Hook, keep_kernel
-from fp4jax.layers import LINEN_KINDS, Path, dotted, linen_layers, traced_for, traced_init
+from fp4jax.layers import (
+    LINEN_HOOKS,
+    LINEN_KINDS,
+    Path,
+    dotted,
+    kind_of,
+    linen_layers,
+    replaced,
+    set_attributes,
+    traced_for,
+    traced_init,
+)
 from fp4jax.policy import Policy
 from fp4jax.recipe import Recipe
 from fp4jax.schedule import Schedule
@@ -200,30 +211,26 @@ def _call_quantized(layer: Any, recipe: Recipe, call: Any, args: Any, kwargs: An
     _check(layer, recipe)
     if isinstance(layer, linen.Einsum):  # which has no hook
         return _einsum(layer, EinsumOp(recipe), *args, **kwargs)
-    before = {name: getattr(layer, name) for name in (_hook(layer, recipe)[0], "promote_dtype")}
-    _install(layer, recipe)
-    try:
+    with replaced(layer, _quantized_attributes(layer, recipe)):
         return call(*args, **kwargs)
-    finally:
-        _set(layer, before)
 
 
 def _install(layer: Any, recipe: Recipe) -> None:
     _check(layer, recipe)
+    set_attributes(layer, _quantized_attributes(layer, recipe))
+
+
+def _quantized_attributes(layer: Any, recipe: Recipe) -> dict[str, Any]:
     name, hook = _hook(layer, recipe)
-    _set(layer, {name: hook, "promote_dtype": _keep_kernel})
-
-
-def _set(layer: Any, attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        object.__setattr__(layer, name, value)  # a bound module is frozen
+    return {name: hook, "promote_dtype": _keep_kernel}
 
 
 def _hook(layer: Any, recipe: Recipe) -> tuple[str, Hook]:
     """The name of the attribute that holds the layer's product, and what goes there."""
-    if isinstance(layer, linen.Conv):
-        return "conv_general_dilated", ConvGeneralDilated(recipe)
-    return "dot_general", DotGeneral(recipe)
+    name, _ = LINEN_HOOKS[kind_of(layer, LINEN_KINDS)]
+    return name, {"conv_general_dilated": ConvGeneralDilated, "dot_general": DotGeneral}[name](
+        recipe
+    )
 
 
 def _check(layer: Any, recipe: Recipe) -> None:
