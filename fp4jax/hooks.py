@@ -37,6 +37,24 @@ class _Hook:
                 f"recipe must be a Recipe such as fp4jax.recipes.nvfp4(), not {self.recipe!r}"
             )
 
+    def _settle(
+        self,
+        lhs: Array,
+        rhs: Array,
+        precision: Any,
+        out_sharding: Any,
+        preferred_element_type: Any,
+        key: Array | None,
+    ) -> tuple[Array | None, Any]:
+        """The random words and the dtype of a product, once its arguments are checked."""
+        for name, value in (("precision", precision), ("out_sharding", out_sharding)):
+            if value not in (None, lax.Precision.DEFAULT):
+                raise ValueError(
+                    f"{name} must be None, not {value}: the recipe decides how products run"
+                )
+        check_product(lhs, rhs, self.recipe, preferred_element_type)
+        return _words(self.recipe, key), preferred_element_type or lhs.dtype
+
 
 class DotGeneral(_Hook):
     """`fp4jax.dot_general` with its recipe, in place of `jax.lax.dot_general`.
@@ -58,9 +76,8 @@ class DotGeneral(_Hook):
         key: Array | None = None,
     ) -> Array:
         """As `fp4jax.dot_general`; ``precision`` and ``out_sharding`` must be None."""
-        _check(lhs, rhs, self.recipe, precision, out_sharding, preferred_element_type)
-        dtype = preferred_element_type or lhs.dtype
-        return multiply(lhs, rhs, dimension_numbers, self.recipe, _words(self.recipe, key), dtype)
+        words, dtype = self._settle(lhs, rhs, precision, out_sharding, preferred_element_type, key)
+        return multiply(lhs, rhs, dimension_numbers, self.recipe, words, dtype)
 
 
 class EinsumOp(_Hook):
@@ -78,9 +95,7 @@ class EinsumOp(_Hook):
         key: Array | None = None,
     ) -> Array:
         """As `fp4jax.einsum`; ``precision`` and ``out_sharding`` must be None."""
-        _check(lhs, rhs, self.recipe, precision, out_sharding, preferred_element_type)
-        words = _words(self.recipe, key)
-        dtype = preferred_element_type or lhs.dtype
+        words, dtype = self._settle(lhs, rhs, precision, out_sharding, preferred_element_type, key)
         return contract(subscripts, (lhs, rhs), self.recipe, lambda step: words, dtype)
 
 
@@ -113,13 +128,13 @@ class ConvGeneralDilated(_Hook):
           NotImplementedError: for more than one feature or batch group: a depthwise or grouped
             convolution is no single matrix product.
         """
-        _check(lhs, rhs, self.recipe, precision, out_sharding, preferred_element_type)
         for name, count in (
             ("feature_group_count", feature_group_count),
             ("batch_group_count", batch_group_count),
         ):
             if count != 1:
                 raise NotImplementedError(f"{name} of a quantized convolution is 1, not {count}")
+        words, dtype = self._settle(lhs, rhs, precision, out_sharding, preferred_element_type, key)
         return convolve(
             lhs,
             rhs,
@@ -129,8 +144,8 @@ class ConvGeneralDilated(_Hook):
             rhs_dilation,
             dimension_numbers,
             self.recipe,
-            _words(self.recipe, key),
-            preferred_element_type or lhs.dtype,
+            words,
+            dtype,
         )
 
 
@@ -154,11 +169,9 @@ class RaggedDot(_Hook):
         Raises:
           NotImplementedError: for a ``group_offset``.
         """
-        _check(lhs, rhs, self.recipe, precision, out_sharding, preferred_element_type)
         if group_offset is not None:
             raise NotImplementedError("group_offset of a quantized product must be None")
-        words = _words(self.recipe, key)
-        dtype = preferred_element_type or lhs.dtype
+        words, dtype = self._settle(lhs, rhs, precision, out_sharding, preferred_element_type, key)
         return group_product(lhs, rhs, group_sizes, self.recipe, words, dtype)
 
 
@@ -205,14 +218,3 @@ def _words(recipe: Recipe, key: Array | None) -> Array | None:
             "Flax NNX layer fp4jax.nnx.Product(hook, rngs=rngs), which draws its own"
         )
     return random_words(recipe, key)
-
-
-def _check(
-    lhs: Array, rhs: Array, recipe: Recipe, precision: Any, out_sharding: Any, dtype: Any
-) -> None:
-    for name, value in (("precision", precision), ("out_sharding", out_sharding)):
-        if value not in (None, lax.Precision.DEFAULT):
-            raise ValueError(
-                f"{name} must be None, not {value}: the recipe decides how products run"
-            )
-    check_product(lhs, rhs, recipe, dtype)

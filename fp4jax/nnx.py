@@ -82,7 +82,7 @@ class Linear(nnx.Linear):
         self, in_features: int, out_features: int, *, recipe: Recipe, rngs: nnx.Rngs, **kwargs: Any
     ) -> None:
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
-        _install(self, recipe, rngs)
+        _make(self, recipe, rngs)
 
 
 class LinearGeneral(nnx.LinearGeneral):
@@ -100,7 +100,7 @@ class LinearGeneral(nnx.LinearGeneral):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
-        _install(self, recipe, rngs)
+        _make(self, recipe, rngs)
 
 
 class Einsum(nnx.Einsum):
@@ -125,7 +125,7 @@ class Einsum(nnx.Einsum):
             rngs=rngs,
             **kwargs,
         )
-        _install(self, recipe, rngs)
+        _make(self, recipe, rngs)
 
 
 class Conv(nnx.Conv):
@@ -147,7 +147,7 @@ class Conv(nnx.Conv):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_features, out_features, kernel_size, rngs=rngs, **kwargs)
-        _install(self, recipe, rngs)
+        _make(self, recipe, rngs)
 
 
 class Experts(experts.Experts):
@@ -170,7 +170,7 @@ class Experts(experts.Experts):
         **kwargs: Any,
     ) -> None:
         super().__init__(num_experts, in_features, out_features, rngs=rngs, **kwargs)
-        _install(self, recipe, rngs)
+        _make(self, recipe, rngs)
 
 
 def quantize_model(model: M, policy: Policy, *, rngs: nnx.Rngs | None = None, step: int = 0) -> M:
@@ -211,9 +211,14 @@ def quantize_model(model: M, policy: Policy, *, rngs: nnx.Rngs | None = None, st
     return model
 
 
-def _install(layer: Any, choice: Recipe | Schedule, rngs: nnx.Rngs | None, step: int = 0) -> None:
-    """Makes ``layer`` run by the recipe; one that already does keeps its random stream."""
-    _check(layer, choice, rngs)
+def _make(layer: Any, recipe: Recipe, rngs: nnx.Rngs) -> None:
+    """What a constructor here does to the layer that Flax has made."""
+    _check(layer, recipe, rngs)
+    _install(layer, recipe, rngs, step=0)
+
+
+def _install(layer: Any, choice: Recipe | Schedule, rngs: nnx.Rngs | None, step: int) -> None:
+    """Makes a checked ``layer`` run by the recipe; one that does keeps its random stream."""
     name, _, hook = _hook_of(layer)
     recipe = choice.at(step) if isinstance(choice, Schedule) else choice
     current = getattr(layer, name)
