@@ -228,9 +228,9 @@ def _quantized_attributes(layer: Any, recipe: Recipe) -> dict[str, Any]:
 def _hook(layer: Any, recipe: Recipe) -> tuple[str, Hook]:
     """The name of the attribute that holds the layer's product, and what goes there."""
     name, _ = LINEN_HOOKS[kind_of(layer, LINEN_KINDS)]
-    return name, {"conv_general_dilated": ConvGeneralDilated, "dot_general": DotGeneral}[name](
-        recipe
-    )
+    if name == "dot_general":
+        return name, DotGeneral(recipe)
+    return name, ConvGeneralDilated(recipe)
 
 
 def _check(layer: Any, recipe: Recipe) -> None:
