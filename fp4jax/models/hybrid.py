@@ -4,11 +4,11 @@ import dataclasses
 from typing import Self
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from fp4jax.models.attention import Attention
-from fp4jax.models.checks import check_config, check_tokens
+from fp4jax.models.checks import check_config
+from fp4jax.models.decoder import Decoder
 from fp4jax.models.layers import RMSNorm, projection
 from fp4jax.models.mamba2 import Mamba2
 from fp4jax.models.mlp import MLP
@@ -213,7 +213,7 @@ class Block(nnx.Module):
         return x + self.mixer(self.norm(x))
 
 
-class Hybrid(nnx.Module):
+class Hybrid(Decoder):
     """The hybrid language model of arXiv:2509.25149 and arXiv:2504.03624.
 
     Embedding, the blocks of ``config.pattern``, a last norm and an untied head. Parameters that
@@ -236,22 +236,3 @@ class Hybrid(nnx.Module):
         self.blocks = nnx.List([Block(kind, config, rngs=rngs) for kind in config.pattern])
         self.norm = RMSNorm(config.d_model, epsilon=config.norm_eps, dtype=config.dtype)
         self.head = projection(config.d_model, config.vocab_size, dtype=config.dtype, rngs=rngs)
-
-    def __call__(self, tokens: Array) -> Array:
-        """Logits of the next token at every position.
-
-        Args:
-          tokens: integer ids, ``(batch, length)``.
-
-        Returns:
-          float32 array ``(batch, length, vocab_size)``. Position ``t`` depends on
-          ``tokens[:, :t + 1]`` only.
-
-        Raises:
-          ValueError: ``tokens`` is not a two-dimensional integer array.
-        """
-        check_tokens(tokens)
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)).astype(jnp.float32)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from fp4jax.experts import Experts
 from fp4jax.models.checks import check_config, check_tokens
+from fp4jax.models.decoder import logits_of
 from fp4jax.models.mlp import squared_relu
 from fp4jax.models.transformer import (
     Block,
@@ -19,7 +20,6 @@ from fp4jax.models.transformer import (
     attention_of,
     embedding_of,
     head_of,
-    logits_of,
     norm_of,
     out_variance,
 )

@@ -4,11 +4,11 @@ import dataclasses
 from typing import Self
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from fp4jax.models.attention import Attention
-from fp4jax.models.checks import check_choice, check_config, check_tokens
+from fp4jax.models.checks import check_choice, check_config
+from fp4jax.models.decoder import Decoder
 from fp4jax.models.layers import RMSNorm, projection
 from fp4jax.models.mlp import MLP, SwiGLU
 
@@ -161,11 +161,6 @@ def head_of(config: TransformerConfig, *, rngs: nnx.Rngs) -> nnx.Linear | None:
     return projection(config.d_model, config.vocab_size, dtype=config.dtype, rngs=rngs)
 
 
-def logits_of(x: Array, head: nnx.Linear | None, embed: nnx.Embed) -> Array:
-    """float32 logits of the normalized stream, by the head or, without one, the embedding."""
-    return (embed.attend(x) if head is None else head(x)).astype(jnp.float32)
-
-
 class Block(nnx.Module):
     """Attention and an MLP, each on the normalized stream and added to it.
 
@@ -192,7 +187,7 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Transformer(nnx.Module):
+class Transformer(Decoder):
     """A decoder as in Llama (arXiv:2302.13971), with grouped queries (arXiv:2305.13245).
 
     Embedding, equal blocks, a last norm and a head. Parameters that weight decay should reach are
@@ -209,22 +204,3 @@ class Transformer(nnx.Module):
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_blocks)])
         self.norm = norm_of(config)
         self.head = head_of(config, rngs=rngs)
-
-    def __call__(self, tokens: Array) -> Array:
-        """Logits of the next token at every position.
-
-        Args:
-          tokens: integer ids, ``(batch, length)``.
-
-        Returns:
-          float32 array ``(batch, length, vocab_size)``. Position ``t`` depends on
-          ``tokens[:, :t + 1]`` only.
-
-        Raises:
-          ValueError: ``tokens`` is not a two-dimensional integer array.
-        """
-        check_tokens(tokens)
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return logits_of(self.norm(x), self.head, self.embed)
