@@ -54,22 +54,22 @@ def count_of(make):
     return sum(int(np.prod(shape)) for shape in shapes_of(make).values())
 
 
-def check_causality(model, vocab_size):
+def check_causality(model, vocab_size, length=24, places=(1, 11, 23)):
     """A token changes what follows it and nothing before."""
     logits_of = nnx.jit(lambda model, tokens: model(tokens))
-    tokens = jax.random.randint(jax.random.key(0), (2, 24), 0, vocab_size)
+    tokens = jax.random.randint(jax.random.key(0), (2, length), 0, vocab_size)
     before = logits_of(model, tokens)
-    for t in (1, 11, 23):
+    for t in places:
         after = logits_of(model, tokens.at[:, t].add(1) % vocab_size)
         np.testing.assert_allclose(after[:, :t], before[:, :t], rtol=0, atol=1e-6)
         changed = np.abs(after - before).max(axis=(0, 2))
-        assert np.all(changed[t:] > 1e-6)
+        assert np.all(changed[t:] > 1e-6)  # and that token does reach all that follow
 
 
-def check_causality_of_gradients(model, vocab_size):
+def check_causality_of_gradients(model, vocab_size, length=None, places=None):
     """The logits at a position depend on the tokens up to it, and on all of them."""
     graph, state = nnx.split(model)
-    length = vocab_size - 1
+    length = length or vocab_size - 1
     tokens = jnp.arange(length)[None]  # each once: its embedding row stands for its position
 
     @jax.jit
@@ -78,7 +78,7 @@ def check_causality_of_gradients(model, vocab_size):
         gradient = jax.grad(lambda state: nnx.merge(graph, state)(tokens)[0, t] @ weights)(state)
         return jnp.any(gradient["embed"]["embedding"][...] != 0, axis=-1)
 
-    for t in (0, 1, length // 2, length - 1):
+    for t in places or (0, 1, length // 2, length - 1):
         np.testing.assert_array_equal(reached(state, t)[:length], np.arange(length) <= t)
 
 

@@ -1,17 +1,22 @@
 """The whole model: an independent implementation's numbers, causality, configurations, sizes."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from language_models import (
+    check_causality,
+    check_causality_of_gradients,
+    count_of,
+    load,
+    next_token_loss,
+    shapes_of,
+)
 
 from fp4jax.models import Hybrid, HybridConfig
-
-VECTORS = Path(__file__).parents[1] / "data" / "nemotron_h.npz"
 
 # The shape of the model behind the vectors: NemotronHForCausalLM of transformers 5.24.0.
 SMALL = HybridConfig(
@@ -57,21 +62,20 @@ def to_flax(name, array):
     return array.T if array.ndim == 2 and "embeddings" not in name else array
 
 
-def named(state):
+def by_torch_name(state):
     return {torch_name(path): value for path, value in nnx.to_flat_state(state)}
 
 
 @pytest.fixture(scope="module")
 def vectors():
-    with np.load(VECTORS) as file:
-        return dict(file)
+    return load("nemotron_h")
 
 
 @pytest.fixture(scope="module")
 def loaded(vectors):
     """The small model with the vectors' parameters, split."""
     graph, state = nnx.split(Hybrid(SMALL, rngs=nnx.Rngs(0)))
-    assert named(state).keys() == {key[6:] for key in vectors if key.startswith("param/")}
+    assert by_torch_name(state).keys() == {key[6:] for key in vectors if key.startswith("param/")}
     flat = []
     for path, value in nnx.to_flat_state(state):
         name = torch_name(path)
@@ -79,11 +83,6 @@ def loaded(vectors):
         assert array.shape == value.shape, name
         flat.append((path, value.replace(jnp.asarray(array))))
     return graph, nnx.from_flat_state(flat)
-
-
-def next_token_loss(logits, tokens):
-    log_p = jax.nn.log_softmax(logits[:, :-1])
-    return -jnp.mean(jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1))
 
 
 def test_logits_loss_and_gradients_are_those_of_transformers(vectors, loaded):
@@ -97,7 +96,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(vectors, loaded):
     (value, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
     np.testing.assert_allclose(logits, vectors["logits"], rtol=0, atol=1e-5)
     assert float(value) == pytest.approx(float(vectors["loss"]), abs=1e-5)
-    for name, gradient in named(gradients).items():
+    for name, gradient in by_torch_name(gradients).items():
         want = to_flax(name, vectors[f"grad/{name}"])
         error = np.linalg.norm(gradient[...] - want) / np.linalg.norm(want)
         assert error < 1e-4, name
@@ -114,29 +113,14 @@ def test_the_chunk_does_not_change_the_result(vectors, loaded, chunk):
 @pytest.mark.parametrize("pattern", ["M", "*", "M*-M"])
 def test_no_position_sees_a_later_token(pattern):
     model = Hybrid(dataclasses.replace(SMALL, pattern=pattern), rngs=nnx.Rngs(0))
-    run = nnx.jit(lambda model, tokens: model(tokens))
-    tokens = jax.random.randint(jax.random.key(0), (2, 40), 0, SMALL.vocab_size)
-    before = run(model, tokens)
-    for t in (1, 15, 16, 17, 39):  # around the ends of chunks of 16
-        after = run(model, tokens.at[:, t].add(1) % SMALL.vocab_size)
-        np.testing.assert_allclose(after[:, :t], before[:, :t], rtol=0, atol=1e-6)
-        changed = np.abs(after - before).max(axis=(0, 2))
-        assert np.all(changed[t:] > 1e-6)  # and that token does reach all that follow
+    places = (1, 15, 16, 17, 39)  # around the ends of chunks of 16
+    check_causality(model, SMALL.vocab_size, length=40, places=places)
 
 
 @pytest.mark.parametrize("pattern", ["M", "*", "M*-M"])
 def test_no_gradient_flows_back_from_an_earlier_position(pattern):
-    graph, state = nnx.split(Hybrid(dataclasses.replace(SMALL, pattern=pattern), rngs=nnx.Rngs(0)))
-    tokens = jnp.arange(40)[None]  # each token once: its embedding row stands for its position
-
-    @jax.jit
-    def reached(state, t):
-        weights = jax.random.normal(jax.random.key(0), (SMALL.vocab_size,))
-        gradient = jax.grad(lambda state: nnx.merge(graph, state)(tokens)[0, t] @ weights)(state)
-        return jnp.any(gradient["embed"]["embedding"][...] != 0, axis=-1)
-
-    for t in (0, 15, 16, 38):
-        np.testing.assert_array_equal(reached(state, t)[:40], np.arange(40) <= t)
+    model = Hybrid(dataclasses.replace(SMALL, pattern=pattern), rngs=nnx.Rngs(0))
+    check_causality_of_gradients(model, SMALL.vocab_size, length=40, places=(0, 15, 16, 38))
 
 
 def test_an_empty_batch():
@@ -177,16 +161,9 @@ def test_a_configuration_is_a_value():
         SMALL.chunk = 3
 
 
-def shapes_of(config):
-    """Paths and shapes of all parameters; nothing is allocated."""
-    model = nnx.eval_shape(lambda: Hybrid(config, rngs=nnx.Rngs(0)))
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    assert all(value.dtype == jnp.float32 for _, value in flat)
-    return {".".join(map(str, path)): value.shape for path, value in flat}
-
-
-def count_of(config):
-    return sum(int(np.prod(shape)) for shape in shapes_of(config).values())
+def of(config):
+    """What makes the model of a configuration."""
+    return lambda: Hybrid(config, rngs=nnx.Rngs(0))
 
 
 def closed_form(c):
@@ -219,7 +196,7 @@ def closed_form(c):
     ],
 )
 def test_sizes_of_the_presets(config, total):
-    count = count_of(config)
+    count = count_of(of(config))
     assert count == closed_form(config)
     assert count == pytest.approx(total, rel=0.02)
 
@@ -246,7 +223,7 @@ def test_presets_have_whole_blocks_of_16(preset):
 
 def test_parameter_names():
     """Policies choose layers by these paths, and weight decay goes by the last name."""
-    names = shapes_of(dataclasses.replace(SMALL, pattern="M-*"))
+    names = shapes_of(of(dataclasses.replace(SMALL, pattern="M-*")))
     kernels = {
         f"{layer}.kernel"
         for layer in (
