@@ -207,8 +207,9 @@ class _Run:
 
     def where_it_began(self, checkpoints: Checkpoints, until: int) -> str:
         """Repeats the steps after the last good checkpoint, each operand watched."""
-        found = checkpoints.restore(self.start(), lambda text: None)
-        first, state = found or (0, self.start())
+        start = self.start()
+        found = checkpoints.restore(start, lambda text: None)
+        first, state = found or (0, start)
         kept = "the checkpoint there is kept" if found else "there is no checkpoint yet"
         for done in range(first, until):
             model = self._model(done)
