@@ -215,7 +215,7 @@ def test_blocks_of_the_paper(config, counts):
 
 @pytest.mark.parametrize("preset", ["tiny", "m30", "m100", "paper_12b", "paper_8b"])
 def test_presets_have_whole_blocks_of_16(preset):
-    for name, shape in shapes_of(getattr(HybridConfig, preset)()).items():
+    for name, shape in shapes_of(of(getattr(HybridConfig, preset)())).items():
         if name.endswith("kernel"):
             assert shape[0] % 16 == 0, name
             assert shape[1] % 16 == 0, name
