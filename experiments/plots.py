@@ -16,40 +16,44 @@ BASELINE_COLOUR = "#000000"
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 
 Curve = dict[int, float]  # validation loss by step
-Curves = dict[str, dict[int, Curve]]  # by recipe and seed
+Curves = dict[str, dict[int, Curve]]  # of one model, by recipe and seed
 
 
 def loss_curves(results: dict[str, Any], path: Path) -> None:
     """Validation loss against training tokens: a thin line per seed, a thick one for the mean."""
-    curves = _curves(results)
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for recipe, colour in _colours(results).items():
-        _draw(axes, list(curves.get(recipe, {}).values()), colour, recipe, results)
-    _frame(axes, results, "validation loss (nats per byte)", "Validation loss")
-    _skip_the_fall(axes, curves, results)
+    figure, panels = _panels(results)
+    for name, axes in panels.items():
+        curves, model = _curves(results, name), results["models"][name]
+        for recipe, colour in _colours(results).items():
+            _draw(axes, list(curves.get(recipe, {}).values()), colour, recipe, model)
+        _frame(axes, name, model, f"validation loss (nats per {model['unit']})", "Validation loss")
+        _skip_the_fall(axes, curves, model)
     _save(figure, path)
 
 
 def gap_curves(results: dict[str, Any], path: Path) -> None:
     """Relative gap to the baseline, same seed and step, against training tokens."""
-    curves = _curves(results)
     baseline = results["config"]["baseline"]
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    axes.axhline(0, color=BASELINE_COLOUR, linewidth=1.5, label=baseline)
-    for recipe, colour in _colours(results).items():
-        if recipe != baseline:
-            gaps = [
-                _gap(curve, curves.get(baseline, {}).get(seed, {}))
-                for seed, curve in curves.get(recipe, {}).items()
-            ]
-            _draw(axes, gaps, colour, recipe, results)
-    _frame(axes, results, f"validation loss above {baseline} (%)", f"Gap to {baseline}")
+    figure, panels = _panels(results)
+    for name, axes in panels.items():
+        curves, model = _curves(results, name), results["models"][name]
+        axes.axhline(0, color=BASELINE_COLOUR, linewidth=1.5, label=baseline)
+        for recipe, colour in _colours(results).items():
+            if recipe != baseline:
+                gaps = [
+                    _gap(curve, curves.get(baseline, {}).get(seed, {}))
+                    for seed, curve in curves.get(recipe, {}).items()
+                ]
+                _draw(axes, gaps, colour, recipe, model)
+        _frame(axes, name, model, f"validation loss above {baseline} (%)", f"Gap to {baseline}")
     _save(figure, path)
 
 
-def training_loss(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Training and validation loss of one run against its steps, from the lines of its metrics."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+def training_loss(path: Path, lines: list[dict[str, Any]], unit: str) -> None:
+    """Losses of one run against its steps, and its learning rate, from the lines of its metrics."""
+    figure, (axes, below) = plt.subplots(
+        2, figsize=(7, 5), height_ratios=[4, 1], sharex=True, layout="constrained"
+    )
     steps, losses = [line["step"] for line in lines], [line["loss"] for line in lines]
     axes.plot(steps, losses, color=COLOURS[0], lw=0.8, alpha=0.6, label="training, each batch")
     held_out = {
@@ -63,16 +67,34 @@ def training_loss(path: Path, lines: list[dict[str, Any]]) -> None:
         markersize=3.5,
         label="validation",
     )
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per byte)")
-    axes.grid(alpha=0.25)
+    axes.set_ylabel(f"loss (nats per {unit})")
     axes.legend(frameon=False, fontsize="small")
+    below.plot(steps, [line["learning_rate"] for line in lines], color="0.4", lw=1)
+    below.set_ylabel("learning rate", fontsize="small")
+    below.set_xlabel("step")
+    for each in (axes, below):
+        each.grid(alpha=0.25)
     _save(figure, path)
 
 
-def _curves(results: dict[str, Any]) -> Curves:
+def _panels(results: dict[str, Any]) -> tuple[plt.Figure, dict[str, Axes]]:
+    """A figure with a panel for each model, two in a row."""
+    names = list(results["models"])
+    across = min(2, len(names))
+    down = -(-len(names) // across)
+    figure, grid = plt.subplots(
+        down, across, figsize=(7 * across, 4.2 * down), layout="constrained", squeeze=False
+    )
+    for unused in grid.flat[len(names) :]:
+        unused.set_axis_off()
+    return figure, dict(zip(names, grid.flat, strict=False))
+
+
+def _curves(results: dict[str, Any], model: str) -> Curves:
     curves: Curves = {}
     for run in results["runs"]:
+        if run["model"] != model:
+            continue
         curve = {step: loss for step, loss in run["val_curve"] if loss is not None}
         curves.setdefault(run["recipe"], {})[run["seed"]] = curve
     return curves
@@ -91,37 +113,38 @@ def _gap(curve: Curve, baseline: Curve) -> Curve:
 
 
 def _draw(
-    axes: Axes, curves: list[Curve], colour: str, label: str, results: dict[str, Any]
+    axes: Axes, curves: list[Curve], colour: str, label: str, model: dict[str, Any]
 ) -> None:
-    tokens = _tokens_per_step(results)
+    each = _targets_per_step(model)
     if len(curves) > 1:
         for curve in curves:
             axes.plot(
-                [s * tokens for s in curve], list(curve.values()), color=colour, alpha=0.35, lw=0.8
+                [s * each for s in curve], list(curve.values()), color=colour, alpha=0.35, lw=0.8
             )
     steps = sorted(set().union(*curves)) if curves else []
     shared = [s for s in steps if all(s in curve for curve in curves)]
     mean = [np.mean([curve[s] for curve in curves]) for s in shared]
     label = f"{label} (mean of {len(curves)} seeds)" if len(curves) > 1 else label
-    x = [s * tokens for s in shared]
+    x = [s * each for s in shared]
     axes.plot(x, mean, color=colour, lw=1.8, marker="o", markersize=3.5, label=label)
 
 
-def _frame(axes: Axes, results: dict[str, Any], ylabel: str, title: str) -> None:
-    tokens, decay = _tokens_per_step(results), results["config"]["decay_from"]
-    axes.axvline(decay * tokens, color="0.6", lw=1, ls=":", label="learning rate starts to decay")
-    axes.set_xlabel("training tokens (bytes of text)")
+def _frame(axes: Axes, name: str, model: dict[str, Any], ylabel: str, title: str) -> None:
+    decay = model["decay_from"] * _targets_per_step(model)
+    axes.axvline(decay, color="0.6", lw=1, ls=":", label="learning rate starts to decay")
+    of = "" if model["counted"] == "images" else f" ({model['unit']}s of text)"
+    axes.set_xlabel(f"training {model['counted']}{of}")
     axes.set_ylabel(ylabel)
-    axes.set_title(f"{title}: model {results['config']['model']}, {results['corpus']['name']}")
+    axes.set_title(f"{title}: model {name}, {model['corpus']['name']}")
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize="small")
 
 
-def _skip_the_fall(axes: Axes, curves: Curves, results: dict[str, Any]) -> None:
+def _skip_the_fall(axes: Axes, curves: Curves, model: dict[str, Any]) -> None:
     """Leaves the first tenth of the steps, a steep fall from chance level, above the frame."""
-    steps = results["config"]["training"]["steps"]
+    steps = model["training"]["steps"]
     points = [(s, loss) for runs in curves.values() for c in runs.values() for s, loss in c.items()]
     late = [loss for step, loss in points if step >= steps / 10]
     if late:
@@ -129,9 +152,8 @@ def _skip_the_fall(axes: Axes, curves: Curves, results: dict[str, Any]) -> None:
         axes.set_ylim(min(late) - margin, max(late) + margin)
 
 
-def _tokens_per_step(results: dict[str, Any]) -> int:
-    training = results["config"]["training"]
-    return training["batch"] * training["sequence"]
+def _targets_per_step(model: dict[str, Any]) -> int:
+    return model["training"]["batch"] * model["targets"]
 
 
 def _save(figure: plt.Figure, path: Path) -> None:

@@ -1,8 +1,8 @@
 """One run that can be killed at any time: the same command goes on where it was.
 
-After a resume the losses are those of a run that was never stopped, bit for bit: a batch is a
-function of seed and step, and the checkpoint holds all that a step changes, the random streams of
-stochastic rounding included.
+After a resume the losses are those of a run that was never stopped, bit for bit: the checkpoint
+holds all that a step changes, the random streams of stochastic rounding and the position in the
+data included.
 """
 
 import dataclasses
@@ -10,48 +10,41 @@ import json
 import math
 import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Self
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import tyro
 from flax import nnx
 from rich.console import Console
+from rich.markdown import Markdown
 
 import fp4jax as fp4
-from experiments import data, plots
-from experiments.checkpoint import Checkpoints
-from experiments.compare import INTERRUPTED, KEEP_FIRST, KEEP_LAST, MODELS, RECIPES, UNUSABLE
-from experiments.data import Corpus
-from experiments.metrics import Metrics, read
+from experiments import data, options, plots, zoo
+from experiments.checkpoint import Checkpoints, NotSavedError
+from experiments.metrics import Metrics, TensorBoard, read, table
+from experiments.optimization import Training, schedule
 from experiments.progress import display
-from experiments.train import (
-    REPORT_EVERY,
-    Progress,
-    State,
-    Training,
-    batches,
-    eval_steps,
-    loss_of,
-    optimizer,
-    take_step,
-)
-from fp4jax.models import Hybrid
+from experiments.train import Data, Progress, Run, all_finite
+from experiments.zoo import MODELS, RECIPES
 
-DIVERGED = 3  # the exit code of a run whose numbers went non-finite
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
+UNUSABLE = 2  # that of one that was called with something it cannot work with
+DIVERGED = 3  # of a run whose numbers went non-finite
+NOT_SAVED = 4  # of one that could not write, for lack of space or permission
+
+# What changes no result, so that a run may go on with other values.
+FREE = ("out", "keep", "checkpoint_every", "data", "tokenizer", "config", "tensorboard")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Trains one model with one recipe; run again, it goes on after its last checkpoint."""
 
-    model: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(MODELS)}}}")] = "tiny"
-    """Model to train."""
+    model: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(MODELS)}}}")] = "hybrid"
+    """Model to train; each has its own defaults, which --model NAME --help shows."""
     recipe: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(RECIPES)}}}")] = "nvfp4"
     """Recipe of the linear layers of all blocks but those kept in BF16."""
     late_bf16: float = 1.0
@@ -63,19 +56,27 @@ class Config:
     keep: int = 3
     """Checkpoints to keep, the newest."""
     data: tuple[str, ...] = ("stdlib",)
-    """Text to train on: stdlib (Python's own source), sotu (speeches, fetched with npm), or text
-    files, folders and globs."""
+    """Text to train on: stdlib (Python's own source), sotu (speeches, fetched with npm), or text,
+    JSONL and Parquet files, folders and globs; or .npy arrays of tokens. Images: digits, or .npz."""
+    tokenizer: Path | None = None
+    """A tokenizers JSON file; without one a token is a byte."""
     out: Path = Path("runs/pretrain")
-    """Folder for metrics.jsonl, checkpoints, config.json and loss.png."""
+    """Folder for metrics.jsonl, checkpoints, config.json, report.md and loss.png."""
+    tensorboard: bool = True
+    """Also write the metrics for TensorBoard, to the folder tensorboard in the output folder."""
+    config: Path | None = None
+    """A TOML or YAML file with any of these options; those on the command line win."""
     training: tyro.conf.OmitArgPrefixes[Training] = dataclasses.field(default_factory=Training)
 
+    @classmethod
+    def of(cls, model: str) -> Self:
+        """The defaults for a model."""
+        preset = MODELS[model]
+        return cls(model=model, data=preset.data, training=Training(**preset.training))
+
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("model", self.model, MODELS),
-            ("recipe", self.recipe, RECIPES),
-        ):
-            if value not in allowed:
-                raise ValueError(f"unknown {name} '{value}'; allowed: {', '.join(allowed)}")
+        zoo.check_names("model", (self.model,), MODELS)
+        zoo.check_names("recipe", (self.recipe,), RECIPES)
         for name in ("checkpoint_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -97,30 +98,42 @@ class NonFiniteError(Exception):
 
 def main(args: Sequence[str] | None = None) -> int:
     """Does the run that the command line asks for, or the rest of it; returns the exit code."""
-    config = tyro.cli(Config, args=args)
+    config = parse(sys.argv[1:] if args is None else args)
     console = Console()
     try:
-        corpus = data.load(config.data, config.training.sequence)
-        _claim(config, corpus)
-        finished = pretrain(config, corpus, console)
+        found = zoo.load(
+            MODELS[config.model], config.data, config.training.sequence, config.tokenizer
+        )
+        _claim(config, found)
+        finished = pretrain(config, found, console)
     except (data.DataError, DifferentRunError) as error:
-        _complain(f"error: {error}")
-        return UNUSABLE
+        return _complain(f"error: {error}", UNUSABLE)
     except NonFiniteError as error:
-        _complain(f"stopped: {error}")
-        return DIVERGED
+        return _complain(f"stopped: {error}", DIVERGED)
+    except (NotSavedError, OSError) as error:
+        return _complain(f"stopped: {error}; the same command goes on from there", NOT_SAVED)
     except KeyboardInterrupt:
         return INTERRUPTED
-    plots.training_loss(config.out / "loss.png", read(config.out / "metrics.jsonl"))
+    lines = read(config.out / "metrics.jsonl")
+    plots.training_loss(config.out / "loss.png", lines, found.unit)
+    summary = table(lines)
+    (config.out / "report.md").write_text(_report(config, found, summary), encoding="utf-8")
+    console.print(Markdown(summary))
     if finished:
-        files = f"{config.out / 'metrics.jsonl'}, {config.out / 'loss.png'}"
-        console.print(f"Done: {files}", highlight=False, soft_wrap=True)
+        console.print(f"Report: {config.out / 'report.md'}", highlight=False, soft_wrap=True)
     else:
         console.print("Stopped on request; the same command goes on from here.")
     return 0
 
 
-def pretrain(config: Config, corpus: Corpus, console: Console) -> bool:
+def parse(args: Sequence[str]) -> Config:
+    """The configuration that a command line asks for, by the defaults of the model it names."""
+    args = options.with_file(args)
+    named = [name for name in options.values(args, "--model") if name in MODELS]
+    return tyro.cli(Config, args=args, default=Config.of(*named[:1] or ["hybrid"]))
+
+
+def pretrain(config: Config, found: Data, console: Console) -> bool:
     """Trains to the end, or until the process is asked to terminate.
 
     Returns:
@@ -128,126 +141,100 @@ def pretrain(config: Config, corpus: Corpus, console: Console) -> bool:
 
     Raises:
       NonFiniteError: if the loss or a parameter is not finite any more.
+      NotSavedError: if a checkpoint could not be written.
+      OSError: if the metrics could not.
     """
-    run = _Run(config, corpus)
-    state = run.start()
-    say = console.print
+    run = make_run(config, found)
+    label, per_step = f"{config.model}, {config.recipe}", config.training.batch * found.targets
     with (
         _Termination() as asked,
         Checkpoints(config.out / "checkpoints", config.keep) as checkpoints,
     ):
-        first = 0
-        found = checkpoints.restore(state, lambda text: say(text, highlight=False))
-        if found is not None:
-            first, state = found
-            say(f"going on after step {first}", highlight=False)
+        if resume(run, checkpoints, lambda text: console.print(text, highlight=False)):
+            console.print(f"going on after step {run.done}", highlight=False)
         with (
-            Metrics(config.out / "metrics.jsonl", after=first) as metrics,
-            display(console, f"{config.model}, {config.recipe}", config.training.steps) as show,
+            Metrics(config.out / "metrics.jsonl", after=run.done) as metrics,
+            TensorBoard(config.out / "tensorboard", config.tensorboard, run.done) as board,
+            display(console, label, run.training.steps, per_step, found.counted) as show,
         ):
-            done = first
-            while done < config.training.steps and not asked:
-                until = min(stop for stop in run.stops if stop > done)
-                started = time.perf_counter()
-                losses: list[jax.Array] = []
-                while not losses or (done < until and not asked):
-                    state, loss = run.step(done, state)
-                    losses.append(loss)
-                    done += 1
-                lines = [
-                    {"step": done - len(losses) + 1 + i, "loss": float(loss)}
-                    for i, loss in enumerate(losses)
-                ]
-                rate = run.tokens_per_step * len(losses) / (time.perf_counter() - started)
-                validation = run.evaluate(done, state) if done in run.evals else None
-                lines[-1] |= {"tokens_per_second": round(rate, 1)}
-                if validation is not None:
-                    lines[-1]["validation_loss"] = validation
+            for progress in run.go(every=config.checkpoint_every, asked=lambda: bool(asked)):
+                lines = _lines(progress, found, run)
                 metrics.write(lines)
-                show(Progress(done, lines[-1]["loss"], validation, rate))
-                if not _all_finite(state.params, losses):
-                    raise NonFiniteError(run.where_it_began(checkpoints, done))
-                if asked or done % config.checkpoint_every == 0 or done == config.training.steps:
-                    checkpoints.save(done, state)
-    return done == config.training.steps
+                board.write(lines)
+                show(progress)
+                if not (all(map(math.isfinite, progress.losses)) and all_finite(run.state.params)):
+                    raise NonFiniteError(where_it_began(config, found, checkpoints, run.done))
+                due = run.done % config.checkpoint_every == 0 or run.done == run.training.steps
+                if run.done and (due or asked):
+                    checkpoints.save(run.done, run.state, {"data": run.batches.get_state()})
+    return run.done == run.training.steps
 
 
-class _Run:
-    """What the steps of a run are computed with."""
+def make_run(config: Config, found: Data, adapt: Callable[[Any], Any] = lambda model: model) -> Run:
+    """The run before its first step."""
+    recipe: fp4.Recipe | fp4.Schedule = RECIPES[config.recipe]()
+    switch = round(config.late_bf16 * config.training.steps)
+    if 0 < switch < config.training.steps:
+        recipe = fp4.Schedule.late_bf16(recipe, switch)
+    preset = MODELS[config.model]
+    return zoo.make_run(preset, recipe, found, config.training, config.seed, adapt)
 
-    def __init__(self, config: Config, corpus: Corpus) -> None:
-        self.config, self.corpus, training = config, corpus, config.training
-        self.tx = optimizer(training)
-        self.tokens_per_step = training.batch * training.sequence
-        self.evals = eval_steps(training)[1:]
-        every = (REPORT_EVERY, config.checkpoint_every)
-        regular = (i for n in every for i in range(n, training.steps, n))
-        self.stops = sorted({*regular, *self.evals, training.steps})
-        self._windows = batches(corpus.validation(training.validation), training.batch)
-        self._step = jax.jit(take_step, static_argnums=(0, 1), donate_argnums=2)
-        self._loss = jax.jit(loss_of, static_argnums=0)
-        # Of each phase; the state is the same in all.
-        self._graphs = {start: nnx.graphdef(self._model(start)) for start in self._policy().starts}
 
-    def start(self) -> State:
-        """The state before the first step."""
-        _, params, rest = nnx.split(self._model(0), nnx.Param, ...)  # type: ignore[misc]
-        return State(params, self.tx.init(params), rest)
+def resume(run: Run, checkpoints: Checkpoints, warn: Callable[[str], None]) -> bool:
+    """Puts the run where its newest good checkpoint is; whether there is one."""
+    restored = checkpoints.restore(run.state, warn)
+    if restored is not None:
+        run.done, run.state, notes = restored
+        run.batches.set_state(notes["data"])
+    return restored is not None
 
-    def step(self, done: int, state: State) -> tuple[State, jax.Array]:
-        """Step number ``done``, counted from 0; takes the state's memory."""
-        batch = self.corpus.batch(self.config.seed, done, self.config.training.batch)
-        return self._step(self._graph(done), self.tx, state, batch)
 
-    def evaluate(self, done: int, state: State) -> float:
-        """Nats per byte of held-out text, in the precision of the last step."""
-        graph = self._graph(max(done - 1, 0))
-        losses = [self._loss(graph, state.params, state.rest, w) for w in self._windows]
-        return float(np.mean(losses))
+def where_it_began(config: Config, found: Data, checkpoints: Checkpoints, until: int) -> str:
+    """Repeats the steps after the last good checkpoint, each operand watched."""
+    run = make_run(config, found, _watched)
+    kept = "there is no checkpoint yet"
+    if resume(run, checkpoints, lambda text: None):
+        kept = f"the checkpoint of step {run.done} is kept"
+    try:
+        for progress in run.go(every=1):
+            if not (all(map(math.isfinite, progress.losses)) and all_finite(run.state.params)):
+                return f"in step {run.done}, outside the quantized layers; {kept}"
+            if run.done == until:
+                break
+    except jax.errors.JaxRuntimeError as error:
+        said = [line for line in str(error).splitlines() if "FloatingPointError" in line]
+        what = said[0].split("FloatingPointError: ")[-1] if said else str(error)
+        return f"in step {run.done}, {what}; {kept}"
+    return f"at step {until}, but not when it was repeated; {kept}"
 
-    def where_it_began(self, checkpoints: Checkpoints, until: int) -> str:
-        """Repeats the steps after the last good checkpoint, each operand watched."""
-        start = self.start()
-        found = checkpoints.restore(start, lambda text: None)
-        first, state = found or (0, start)
-        kept = "the checkpoint there is kept" if found else "there is no checkpoint yet"
-        for done in range(first, until):
-            model = self._model(done)
-            for path, layer in nnx.iter_modules(model):
-                if isinstance(layer, fp4.nnx.Product):
-                    name = ".".join(map(str, path[:-1]))
-                    layer.hook = type(layer.hook)(fp4.checked(layer.hook.recipe, name))
-            batch = self.corpus.batch(self.config.seed, done, self.config.training.batch)
-            try:
-                state, loss = self._step(nnx.graphdef(model), self.tx, state, batch)
-                jax.block_until_ready(loss)
-            except jax.errors.JaxRuntimeError as error:
-                said = [line for line in str(error).splitlines() if "FloatingPointError" in line]
-                what = said[0].split("FloatingPointError: ")[-1] if said else str(error)
-                return f"in step {done + 1}, {what}; last good step: {first}, {kept}"
-            if not _all_finite(state.params, [loss]):
-                return (
-                    f"in step {done + 1}, outside the quantized layers; last good step: {first}, "
-                    f"{kept}"
-                )
-        return f"between steps {first} and {until}, and not again when repeated; {kept}"
 
-    def _graph(self, done: int) -> Any:
-        return self._graphs[max(start for start in self._graphs if start <= done)]
+def _watched(model: Any) -> Any:
+    """The quantized model with every operand checked and named by its layer."""
+    for path, layer in nnx.iter_modules(model):
+        if isinstance(layer, fp4.nnx.Product):
+            name = ".".join(map(str, path[:-1]))
+            layer.hook = type(layer.hook)(fp4.checked(layer.hook.recipe, name))
+    return model
 
-    def _policy(self) -> fp4.Policy:
-        config, recipe = self.config, RECIPES[self.config.recipe]()
-        choice: fp4.Recipe | fp4.Schedule = recipe
-        switch = round(config.late_bf16 * config.training.steps)
-        if 0 < switch < config.training.steps:
-            choice = fp4.Schedule.late_bf16(recipe, switch)
-        return fp4.Policy.keep_ends(first=KEEP_FIRST, last=KEEP_LAST, recipe=choice)
 
-    def _model(self, step: int) -> Hybrid:
-        seed = self.config.seed
-        model = Hybrid(MODELS[self.config.model](), rngs=nnx.Rngs(seed))
-        rngs = nnx.Rngs(quantize=seed)
-        return fp4.nnx.quantize_model(model, self._policy(), rngs=rngs, step=step)
+def _lines(progress: Progress, found: Data, run: Run) -> list[dict[str, Any]]:
+    """A line of metrics for each step since the last progress."""
+    first, rate = progress.step - len(progress.losses), schedule(run.training)
+    lines: list[dict[str, Any]] = [
+        {"step": i + 1, "loss": loss, "gradient_norm": norm, "learning_rate": float(rate(i))}
+        for i, (loss, norm) in enumerate(
+            zip(progress.losses, progress.gradient_norms, strict=True), start=first
+        )
+    ]
+    if lines:
+        done = len(lines) * run.training.batch * found.targets
+        lines[-1][f"{found.counted}_per_second"] = round(done / progress.seconds, 1)
+    if lines and progress.evaluation is not None:
+        loss, accuracy = progress.evaluation
+        lines[-1] |= {"validation_loss": loss, "validation_accuracy": accuracy}
+        if found.bytes_per_target:
+            lines[-1]["bits_per_byte"] = loss / math.log(2) / found.bytes_per_target
+    return lines
 
 
 class _Termination:
@@ -268,21 +255,22 @@ class _Termination:
         return self._asked
 
 
-def _all_finite(params: nnx.State, losses: list[jax.Array]) -> bool:
-    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]
-    return all(math.isfinite(float(loss)) for loss in losses) and all(map(bool, finite))
-
-
-def _complain(text: str) -> None:
+def _complain(text: str, code: int) -> int:
     Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+    return code
 
 
-def _claim(config: Config, corpus: Corpus) -> None:
+def _identity(config: Config, found: Data) -> dict[str, Any]:
+    """What determines the results of a run."""
+    every = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return {name: value for name, value in every.items() if name not in FREE} | {
+        "text": found.sha256
+    }
+
+
+def _claim(config: Config, found: Data) -> None:
     """Notes in the folder what run it holds, or checks that it holds this one."""
-    wanted = dataclasses.asdict(config) | {"text": corpus.sha256}
-    for name in ("out", "keep", "checkpoint_every", "data"):  # which change no result
-        del wanted[name]
-    path = config.out / "config.json"
+    wanted, path = _identity(config, found), config.out / "config.json"
     if path.exists():
         held = json.loads(path.read_text(encoding="utf-8"))
         differ = [name for name in wanted if held.get(name) != wanted[name]]
@@ -294,6 +282,13 @@ def _claim(config: Config, corpus: Corpus) -> None:
     else:
         config.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+
+
+def _report(config: Config, found: Data, summary: str) -> str:
+    return (
+        f"# {config.model}, {config.recipe}: {found.name}\n\n{summary}\n\n![Loss](loss.png)\n\n"
+        f"```json\n{json.dumps(_identity(config, found), indent=2)}\n```\n"
+    )
 
 
 if __name__ == "__main__":

@@ -17,9 +17,19 @@ Show = Callable[[Progress], None]
 
 
 @contextlib.contextmanager
-def display(console: Console, label: str, steps: int) -> Iterator[Show]:
-    """Gives a function to call with every progress of one run of `steps` steps."""
-    clock = _Clock(steps)
+def display(
+    console: Console, label: str, steps: int, per_step: int, counted: str = "tok"
+) -> Iterator[Show]:
+    """Gives a function to call with every progress of one run.
+
+    Args:
+      console: where to show it.
+      label: of the run.
+      steps: of the whole run.
+      per_step: how many tokens, or what else is counted, a step sees.
+      counted: what that is.
+    """
+    clock = _Clock(steps, per_step, counted)
     if console.is_terminal:
         bar_column = BarColumn(bar_width=8)  # leaves room for the words on 80 columns
         columns = (TextColumn("{task.description}"), bar_column, TextColumn("{task.fields[text]}"))
@@ -43,24 +53,28 @@ def display(console: Console, label: str, steps: int) -> Iterator[Show]:
 class _Clock:
     """Words for a progress; the time left is reckoned from the time since the first one."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.started: float | None = None
+    def __init__(self, steps: int, per_step: int, counted: str) -> None:
+        self.steps, self.per_step, self.counted = steps, per_step, counted
+        self.began: tuple[float, int] | None = None  # when, and at which step
         self.validation = math.nan  # the last one measured
 
     def describe(self, progress: Progress) -> str:
         now = time.monotonic()
-        if self.started is None:
-            self.started = now
-        if progress.validation_loss is not None:
-            self.validation = progress.validation_loss
+        if self.began is None:
+            # The first steps of a run that goes on are behind it when this is first called.
+            self.began = now - progress.seconds, progress.step - len(progress.losses)
+        if progress.evaluation is not None:
+            self.validation = float(progress.evaluation.loss)
         words = [f"step {progress.step}/{self.steps}"]
-        if progress.train_loss is not None:
-            words.append(f"loss {progress.train_loss:.3f}")
-        words.append(f"val {self.validation:.3f}")
-        if progress.tokens_per_second is not None:
-            left = (now - self.started) * (self.steps / progress.step - 1)
-            words += [f"{progress.tokens_per_second:,.0f} tok/s", f"{_minutes(left)} left"]
+        if progress.losses:
+            words.append(f"loss {progress.losses[-1]:.3f}")
+        if not math.isnan(self.validation):
+            words.append(f"val {self.validation:.3f}")
+        if progress.losses:
+            rate = len(progress.losses) * self.per_step / progress.seconds
+            when, first = self.began
+            left = (now - when) * (self.steps - progress.step) / (progress.step - first)
+            words += [f"{rate:,.0f} {self.counted}/s", f"{_minutes(left)} left"]
         return "  ".join(words)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,43 +19,53 @@ class Run:
     """One training run as it goes on; what is here when it is cut short goes in the report.
 
     Attributes:
+      model: its name.
       recipe: its name.
       seed: of the weights, the batches and the stochastic rounding.
       params: number of parameters.
       saved_bytes_per_linear: kept for the backward pass by one quantized linear layer, mean.
-      tokens_per_step: bytes of text in a batch.
+      targets_per_step: tokens, or images, in a batch.
       status: how it ended; that it was interrupted, until it has ended in another way.
       until: steps to do.
       steps: done.
-      tokens_per_second: of training, without compilation and evaluation.
-      val_curve: (step, validation loss), nats per byte.
-      train_curve: (step, training loss of one batch), nats per byte.
+      seconds: of training, without compilation and evaluation.
+      val_curve: (step, validation loss), nats per byte, token or image.
+      accuracy: of the last evaluation.
+      train_curve: (step, training loss of one batch).
     """
 
+    model: str
     recipe: str
     seed: int
     params: int
     saved_bytes_per_linear: float
-    tokens_per_step: int
+    targets_per_step: int
     until: int
     status: Literal["interrupted", "diverged", "finished"] = "interrupted"
     steps: int = 0
-    tokens_per_second: float | None = None
+    seconds: float = 0.0
     val_curve: Curve = dataclasses.field(default_factory=list)
+    accuracy: float | None = None
     train_curve: Curve = dataclasses.field(default_factory=list)
 
     def add(self, progress: Progress) -> None:
         """Takes note of where the run stands."""
         self.steps = progress.step
-        self.tokens_per_second = progress.tokens_per_second
-        if progress.train_loss is not None:
-            self.train_curve.append((progress.step, progress.train_loss))
-        if progress.validation_loss is not None:
-            self.val_curve.append((progress.step, progress.validation_loss))
-            if not math.isfinite(progress.validation_loss):
+        self.seconds += progress.seconds
+        if progress.losses:
+            self.train_curve.append((progress.step, progress.losses[-1]))
+        if progress.evaluation is not None:
+            loss, self.accuracy = map(float, progress.evaluation)
+            self.val_curve.append((progress.step, loss))
+            if not math.isfinite(loss):
                 self.status = "diverged"
             elif progress.step == self.until:
                 self.status = "finished"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the training steps; images per second where those are counted."""
+        return self.steps * self.targets_per_step / self.seconds if self.seconds else None
 
     @property
     def final_val_loss(self) -> float | None:
@@ -63,22 +73,40 @@ class Run:
 
 
 def results(
-    config: dict[str, Any], corpus: dict[str, Any], versions: dict[str, str], runs: Sequence[Run]
+    config: dict[str, Any],
+    models: Mapping[str, dict[str, Any]],
+    versions: dict[str, str],
+    runs: Sequence[Run],
 ) -> dict[str, Any]:
-    """Everything there is to report, as plain values for JSON."""
+    """Everything there is to report, as plain values for JSON.
+
+    Args:
+      config: what was asked for.
+      models: of each: its corpus, training, when the learning rate decays, and what it counts.
+      versions: of the packages.
+      runs: those that were begun.
+    """
     return {
         "config": config,
-        "corpus": corpus,
+        "corpus": next(iter(models.values()))["corpus"],
+        "models": dict(models),
         "versions": versions,
         "runs": [_run(run) for run in runs],
-        "gaps": _gaps(config["recipes"], config["baseline"], runs),
+        "gaps": [
+            {"model": model} | gap
+            for model in models
+            for gap in _gaps(
+                config["recipes"], config["baseline"], [run for run in runs if run.model == model]
+            )
+        ],
     }
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:
     """Writes results.json, report.md, loss.png and gap.png; all but the first from the first."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    text = json.dumps(results, indent=1, allow_nan=False, default=str)
+    (folder / "results.json").write_text(text + "\n")
     plots.loss_curves(results, folder / "loss.png")
     plots.gap_curves(results, folder / "gap.png")
     (folder / "report.md").write_text(markdown(results))
@@ -86,13 +114,15 @@ def write(folder: Path, results: dict[str, Any]) -> None:
 
 def _run(run: Run) -> dict[str, Any]:
     return {
+        "model": run.model,
         "recipe": run.recipe,
         "seed": run.seed,
         "status": run.status,
         "params": run.params,
         "steps": run.steps,
-        "tokens": run.steps * run.tokens_per_step,
+        "tokens": run.steps * run.targets_per_step,
         "final_val_loss": run.final_val_loss,
+        "accuracy": run.accuracy if run.status == "finished" else None,
         "val_curve": _curve(run.val_curve),
         "train_curve": _curve(run.train_curve),
         "tokens_per_second": run.tokens_per_second,
@@ -136,10 +166,9 @@ def _gaps(recipes: Sequence[str], baseline: str, runs: Sequence[Run]) -> list[di
 
 def markdown(results: dict[str, Any]) -> str:
     """report.md: what came out, how sure it is, and how to get it again."""
-    config, corpus = results["config"], results["corpus"]
-    training, ends = config["training"], config["bf16_blocks"]
+    config, models = results["config"], results["models"]
     sections = [
-        f"# {', '.join(config['recipes'])}: one model, the same weights, the same batches",
+        f"# {', '.join(config['recipes'])}: the same weights, the same batches",
         summary(results),
         "![Validation loss](loss.png)",
         f"![Gap to {config['baseline']}](gap.png)",
@@ -147,17 +176,31 @@ def markdown(results: dict[str, Any]) -> str:
         _listing(
             {
                 "command": f"`{config['command']}`",
-                "model": f"{config['model']}, {results['runs'][0]['params']:,} parameters; BF16 "
-                f"in the linear layers of the first {ends['first']} and last {ends['last']} blocks",
-                "text": f"{corpus['name']}, {corpus['bytes']:,} bytes, sha256 `{corpus['sha256']}`",
-                "training": f"{training['steps']} steps of {training['batch']} sequences of "
-                f"{training['sequence']} bytes, peak learning rate {training['learning_rate']:g}",
-                "evaluation": f"{training['validation']} sequences from held-out blocks",
                 "versions": ", ".join(f"{k} {v}" for k, v in results["versions"].items()),
             }
         ),
     ]
+    for name, model in models.items():
+        params = [run["params"] for run in results["runs"] if run["model"] == name]
+        if params:
+            sections += [f"### {name}", _described(model, params[0])]
     return "\n\n".join(sections) + "\n"
+
+
+def _described(model: dict[str, Any], params: int) -> str:
+    corpus, training, ends = model["corpus"], model["training"], model["bf16_blocks"]
+    text = model["counted"] == "tokens"
+    items = f"sequences of {training['sequence']} {model['unit']}s" if text else "images"
+    return _listing(
+        {
+            "model": f"{params:,} parameters; BF16 in the linear layers of the first "
+            f"{ends['first']} and last {ends['last']} blocks",
+            "data": f"{corpus['name']}, {corpus['bytes']:,} bytes, sha256 `{corpus['sha256']}`",
+            "training": f"{training['steps']} steps of {training['batch']} {items}, peak learning "
+            f"rate {training['learning_rate']:g}",
+            "evaluation": f"{training['validation']} held-out {items}",
+        }
+    )
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -170,45 +213,68 @@ def _listing(items: dict[str, str]) -> str:
     return "\n".join(f"- {name}: {text}" for name, text in items.items())
 
 
+def _prefix(results: dict[str, Any], model: str) -> str:
+    """What tells sentences about one model from those about others, where there are several."""
+    return f"{model}, " if len(results["models"]) > 1 else ""
+
+
 def _unfinished(results: dict[str, Any]) -> str:
-    config, runs = results["config"], results["runs"]
+    config, runs, models = results["config"], results["runs"], results["models"]
     lines = []
     for run in runs:
         if run["status"] != "finished":
             last = run["val_curve"][-1][1] if run["val_curve"] else None
             loss = "none yet" if last is None else f"{last:.4f}"
+            steps = models[run["model"]]["training"]["steps"]
             lines.append(
-                f"{run['recipe']}, seed {run['seed']}: {run['status']} after {run['steps']} of "
-                f"{config['training']['steps']} steps (last validation loss: {loss})."
+                f"{_prefix(results, run['model'])}{run['recipe']}, seed {run['seed']}: "
+                f"{run['status']} after {run['steps']} of {steps} steps (last validation loss: "
+                f"{loss})."
             )
-    missing = len(config["recipes"]) * len(config["seeds"]) - len(runs)
+    missing = len(models) * len(config["recipes"]) * len(config["seeds"]) - len(runs)
     if missing:
         lines.append(f"{missing} run{'s' if missing > 1 else ''} not started.")
     return "\n".join(f"**{line}**  " for line in lines)
 
 
 def _table(results: dict[str, Any]) -> str:
-    baseline = results["config"]["baseline"]
-    gaps = {gap["recipe"]: gap for gap in results["gaps"]}
-    rows = [
-        f"| recipe | validation loss (nats/byte) | gap to {baseline} | tokens/s "
-        "| kept per linear layer for the backward pass |",
-        "| --- | --- | --- | --- | --- |",
+    """A row for each model and recipe."""
+    models = results["models"]
+    several, units = len(models) > 1, {model["unit"] for model in models.values()}
+    unit = f"nats/{units.pop()}" if len(units) == 1 else "nats"
+    counted = "/".join(sorted({model["counted"] for model in models.values()}, reverse=True))
+    columns = [
+        *(["model"] if several else []),
+        "recipe",
+        f"validation loss ({unit})",
+        f"gap to {results['config']['baseline']}",
+        "accuracy",
+        f"{counted}/s" if not several else f"{counted} per s",
+        "kept per linear layer for the backward pass",
     ]
-    for recipe in results["config"]["recipes"]:
-        runs = [run for run in results["runs"] if run["recipe"] == recipe]
-        losses = [run["final_val_loss"] for run in runs if run["final_val_loss"] is not None]
-        speeds = [run["tokens_per_second"] for run in runs if run["tokens_per_second"]]
-        kept = [run["saved_bytes_per_linear"] for run in runs]
-        cells = [
-            recipe,
-            f"{_mean(losses):.4f}" if losses else "-",
-            "baseline" if recipe == baseline else _gap_cell(gaps.get(recipe)),
-            f"{_mean(speeds):,.0f}" if speeds else "-",
-            f"{_mean(kept) / 1024:,.0f} KiB" if kept else "-",
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+    rows = [columns, ["---"] * len(columns), *_rows(results, several)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _rows(results: dict[str, Any], several: bool) -> Iterator[list[str]]:
+    baseline = results["config"]["baseline"]
+    gaps = {(gap["model"], gap["recipe"]): gap for gap in results["gaps"]}
+    for model in results["models"]:
+        for recipe in results["config"]["recipes"]:
+            runs = [r for r in results["runs"] if (r["model"], r["recipe"]) == (model, recipe)]
+            losses = [run["final_val_loss"] for run in runs if run["final_val_loss"] is not None]
+            hits = [run["accuracy"] for run in runs if run["accuracy"] is not None]
+            speeds = [run["tokens_per_second"] for run in runs if run["tokens_per_second"]]
+            kept = [run["saved_bytes_per_linear"] for run in runs]
+            yield [
+                *([model] if several else []),
+                recipe,
+                f"{_mean(losses):.4f}" if losses else "-",
+                "baseline" if recipe == baseline else _gap_cell(gaps.get((model, recipe))),
+                f"{100 * _mean(hits):.2f}%" if hits else "-",
+                f"{_mean(speeds):,.0f}" if speeds else "-",
+                f"{_mean(kept) / 1024:,.0f} KiB" if kept else "-",
+            ]
 
 
 def _gap_cell(gap: dict[str, Any] | None) -> str:
@@ -219,11 +285,11 @@ def _gap_cell(gap: dict[str, Any] | None) -> str:
 
 
 def _findings(results: dict[str, Any]) -> list[str]:
-    sentences = [_finding(gap) for gap in results["gaps"]]
+    sentences = [_prefix(results, gap["model"]) + _finding(gap) for gap in results["gaps"]]
     sentences += _memory(results)
     sentences.append(
-        "Low-precision products are emulated: tokens/s is the speed of this program on "
-        f"{results['versions']['device']}, compilation and evaluation left out, not that of "
+        "Low-precision products are emulated: the speeds are those of this program on "
+        f"{results['versions']['device']}, compilation and evaluation left out, not of "
         "hardware with such products."
     )
     return sentences
@@ -247,13 +313,15 @@ def _interval(ci95: Sequence[float]) -> str:
 
 
 def _memory(results: dict[str, Any]) -> list[str]:
-    kept = {run["recipe"]: run["saved_bytes_per_linear"] for run in results["runs"]}
+    kept = {
+        (run["model"], run["recipe"]): run["saved_bytes_per_linear"] for run in results["runs"]
+    }
     baseline = results["config"]["baseline"]
     return [
-        f"For its backward pass, a linear layer in {recipe} keeps "
-        f"{size / kept[baseline]:.2f} times what it keeps in {baseline}."
-        for recipe, size in kept.items()
-        if recipe != baseline and kept.get(baseline)
+        f"{_prefix(results, model)}for its backward pass, a linear layer in {recipe} keeps "
+        f"{size / kept[model, baseline]:.2f} times what it keeps in {baseline}."
+        for (model, recipe), size in kept.items()
+        if recipe != baseline and kept.get((model, baseline))
     ]
 
 

@@ -1,48 +1,42 @@
-"""One training run: every recipe gets this same schedule, optimizer, order of batches and seeds."""
+"""One training run, step by step: a pure function of a model, data, settings and a seed."""
 
-import dataclasses
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import lax
 
 from experiments.data import Corpus
+from experiments.images import Images
+from experiments.objective import Batch, Measures, measure
+from experiments.optimization import Training, optimizer
+from experiments.pipeline import batches
 
-B1, B2 = 0.9, 0.95
-WEIGHT_DECAY = 0.1
-CLIP_NORM = 1.0
-WARMUP = 0.05  # of all steps
-DECAY = 0.2  # of all steps: the last fifth
-FINAL_RATE = 0.01  # of the peak learning rate
 REPORT_EVERY = 10  # steps
 
+Data = Corpus | Images
 
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """How long and on what to train."""
 
-    steps: int = 300
-    """Optimizer steps of each run."""
-    batch: int = 8
-    """Sequences in a step."""
-    sequence: int = 256
-    """Bytes in a sequence."""
-    learning_rate: float = 3e-3
-    """Peak of the schedule: 5% warm-up, constant, down to 1% of the peak over the last 20%."""
-    evals: int = 10
-    """Evaluations along each run, the last one after the last step; at most one a step."""
-    validation: int = 64
-    """Held-out sequences in an evaluation."""
+class State(NamedTuple):
+    """All that a step changes.
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not value > 0:
-                raise ValueError(f"{field.name} must be above zero, not {value}")
+    Attributes:
+      params: the parameters.
+      opt_state: what the optimizer remembers.
+      rest: what the model has besides parameters: random streams.
+      average: the moving average of the parameters; None where there is none.
+    """
+
+    params: nnx.State
+    opt_state: optax.OptState
+    rest: nnx.State
+    average: nnx.State | None
 
 
 class Progress(NamedTuple):
@@ -50,65 +44,167 @@ class Progress(NamedTuple):
 
     Attributes:
       step: steps done.
-      train_loss: nats per byte, of the last step's batch before its update; None before any.
-      validation_loss: nats per byte, where this was a step to evaluate.
-      tokens_per_second: of the training steps so far, without compilation and evaluation.
+      losses: of the batches since the last progress, each before its update, in nats per token or
+        image.
+      gradient_norms: of the same steps, before clipping.
+      evaluation: on held-out data, where this was a step to evaluate.
+      seconds: that these steps took, without compilation and evaluation.
     """
 
     step: int
-    train_loss: float | None
-    validation_loss: float | None
-    tokens_per_second: float | None
+    losses: list[float]
+    gradient_norms: list[float]
+    evaluation: Measures | None
+    seconds: float
 
 
-class State(NamedTuple):
-    """All that a step changes. `rest` is what the model has besides parameters: random streams."""
-
-    params: nnx.State
-    opt_state: optax.OptState
-    rest: nnx.State
-
-
-def train(model: nnx.Module, corpus: Corpus, training: Training, seed: int) -> Iterator[Progress]:
-    """Trains `model` on next-byte prediction; yields the progress every few steps.
-
-    The run is a pure function of the arguments: repeated, it gives the same bits. The model's
-    arrays are donated to the first step, so the model is not to be used afterwards.
+class Run:
+    """A run between two steps, and how to go on.
 
     Args:
-      model: maps ids, int32 [batch, length], to logits [batch, length, 256 or more].
-      corpus: what to train and evaluate on.
+      model_at: gives the model that makes a step of this number, counted from 0.
+      starts: the numbers, 0 first, from which it gives another one: of the same parameters and
+        random streams, with other recipes.
+      data: what to train and evaluate on.
       training: how.
-      seed: of the order of batches.
+      seed: of the order of the data.
+
+    Attributes:
+      state: after the steps done.
+      done: how many.
+      batches: Grain's iterator, which knows its position.
     """
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
-    tx = optimizer(training)
-    state = State(params, tx.init(params), rest)
-    validation = batches(corpus.validation(training.validation), training.batch)
 
-    # Compiled ahead, so that the clock below sees none of it.
-    first = corpus.batch(seed, 0, training.batch)
-    step = jax.jit(take_step, static_argnums=(0, 1), donate_argnums=2)
-    compiled_step = step.lower(graphdef, tx, state, first).compile()
-    evaluation = jax.jit(loss_of, static_argnums=0)
-    compiled_loss = evaluation.lower(graphdef, params, rest, validation[0]).compile()
+    def __init__(
+        self,
+        model_at: Callable[[int], Any],
+        starts: tuple[int, ...],
+        data: Data,
+        training: Training,
+        seed: int,
+    ) -> None:
+        self.training = training
+        self.batches = batches(data.training, seed=seed, size=training.batch)
+        self.done = 0
+        self._record = data.training[0]
+        self._evaluated = set(eval_steps(training))
+        self._held_out = _batches(data.validation(training.validation), training.batch)
+        self._tx = optimizer(training)
+        models = {start: nnx.split(model_at(start), nnx.Param, ...) for start in starts}  # type: ignore[misc]
+        self._graphs = {start: graphdef for start, (graphdef, _, _) in models.items()}
+        _, params, rest = models[0]
+        average = jax.tree.map(jnp.copy, params) if training.ema else None
+        self.state = State(params, self._tx.init(params), rest, average)
+        self._compiled: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
-    def evaluate(state: State) -> float:
-        losses = [compiled_loss(state.params, state.rest, windows) for windows in validation]
-        return float(np.mean(losses))
+    def go(self, *, every: int | None = None, asked: Callable[[], bool] = bool) -> Iterator[Progress]:
+        """Trains to the end; yields now and then, while ``state``, ``done`` and ``batches`` agree.
 
-    yield Progress(0, None, evaluate(state), None)
-    done, seconds = 0, 0.0
-    for until in _stops(training):
-        started = time.perf_counter()
-        for i in range(done, until):
-            state, loss = compiled_step(state, corpus.batch(seed, i, training.batch))
-        train_loss = float(loss)  # waits for the steps to finish
-        seconds += time.perf_counter() - started
-        done = until
-        evaluated = evaluate(state) if done in eval_steps(training) else None
-        rate = done * training.batch * training.sequence / seconds
-        yield Progress(done, train_loss, evaluated, rate)
+        Args:
+          every: steps, to stop at their multiples too.
+          asked: whether to end at once; read after every step.
+        """
+        if not self.done:
+            yield Progress(0, [], [], self.evaluate(), 0.0)
+        for until in self._stops(every):
+            step, _ = self._programs(self.done)  # compiled before the clock starts
+            started, found = time.perf_counter(), []
+            while not found or (self.done < until and not asked()):
+                self.state, *numbers = step(self.state, next(self.batches))
+                self.done += 1
+                found.append(numbers)
+            losses, norms = [list(map(float, numbers)) for numbers in zip(*found, strict=True)]
+            seconds = time.perf_counter() - started
+            evaluation = self.evaluate() if self.done in self._evaluated else None
+            yield Progress(self.done, losses, norms, evaluation, seconds)
+            if asked():
+                return
+
+    def evaluate(self) -> Measures:
+        """Means over the held-out data, in the precision of the last step."""
+        _, program = self._programs(max(self.done - 1, 0))
+        found = [program(self._measured, self.state.rest, batch) for batch in self._held_out]
+        return Measures(*(np.mean(values) for values in zip(*found, strict=True)))
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now, by the recipe of the last step; a copy."""
+        graphdef = self._graphs[self._phase(max(self.done - 1, 0))]
+        return nnx.merge(graphdef, self._measured, self.state.rest, copy=True)
+
+    @property
+    def _measured(self) -> nnx.State:
+        return self.state.params if self.state.average is None else self.state.average
+
+    def _phase(self, number: int) -> int:
+        return max(start for start in self._graphs if start <= number)
+
+    def _stops(self, every: int | None) -> list[int]:
+        steps = self.training.steps
+        regular = {i for n in (REPORT_EVERY, every or steps) for i in range(n, steps, n)}
+        # A phase begins between two reports: what is compiled for it is compiled off the clock.
+        return sorted(i for i in regular | self._evaluated | {*self._graphs, steps} if i > self.done)
+
+    def _programs(self, number: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The step of this number and the evaluation of its model, compiled."""
+        start = self._phase(number)
+        if start not in self._compiled:
+            graphdef, training = self._graphs[start], self.training
+            step = functools.partial(take_step, graphdef, self._tx, training)
+            batch = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((training.batch, *x.shape), x.dtype), self._record
+            )
+            held_out = (self.state.params, self.state.rest, self._held_out[0])
+            self._compiled[start] = (
+                jax.jit(step, donate_argnums=0).lower(self.state, batch).compile(),
+                jax.jit(functools.partial(measures, graphdef)).lower(*held_out).compile(),
+            )
+        return self._compiled[start]
+
+
+def take_step(
+    graphdef: Any, tx: optax.GradientTransformation, training: Training, state: State, batch: Batch
+) -> tuple[State, jax.Array, jax.Array]:
+    """The state after an optimizer step; the loss before it and the gradient's global norm."""
+
+    def add_part(carry: tuple[nnx.State, nnx.State], part: Any) -> tuple[Any, jax.Array]:
+        total, rest = carry
+        grads, (loss, rest) = gradients(graphdef, state.params, rest, part)
+        return (jax.tree.map(jnp.add, total, grads), rest), loss
+
+    count = training.accumulate
+    if count == 1:
+        grads, (loss, rest) = gradients(graphdef, state.params, state.rest, batch)
+    else:
+        parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        (total, rest), losses = lax.scan(add_part, (zeros, state.rest), parts)
+        grads, loss = jax.tree.map(lambda x: x / count, total), jnp.mean(losses)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    average = state.average
+    if average is not None:
+        average = optax.incremental_update(params, average, 1 - training.ema)
+    return State(params, opt_state, rest, average), loss, optax.global_norm(grads)
+
+
+def gradients(
+    graphdef: Any, params: nnx.State, rest: nnx.State, batch: Batch
+) -> tuple[nnx.State, tuple[jax.Array, nnx.State]]:
+    """The gradient of what training lowers; the loss, and what is left of ``rest``."""
+
+    def lowered(params: nnx.State) -> tuple[jax.Array, tuple[jax.Array, nnx.State]]:
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        value, found = measure(model, batch)
+        # The random streams have moved on: the next step draws other bits.
+        return value, (found.loss, nnx.state(model, nnx.Not(nnx.Param)))
+
+    return jax.grad(lowered, has_aux=True)(params)
+
+
+def measures(graphdef: Any, params: nnx.State, rest: nnx.State, batch: Batch) -> Measures:
+    """What the model's predictions for a batch are worth."""
+    return measure(nnx.merge(graphdef, params, rest, copy=True), batch)[1]
 
 
 def eval_steps(training: Training) -> list[int]:
@@ -117,80 +213,15 @@ def eval_steps(training: Training) -> list[int]:
     return [training.steps * i // evals for i in range(evals + 1)]
 
 
-def phases(training: Training) -> tuple[int, int]:
-    """The steps at which the learning rate has reached its peak, and starts to decay."""
-    warmup = max(1, round(WARMUP * training.steps))
-    return warmup, training.steps - max(1, round(DECAY * training.steps))
+@jax.jit
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every element of every array is finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
-def schedule(training: Training) -> optax.Schedule:
-    """Learning rate by step: warm-up, stable, decay (WSD).
-
-    The first step already learns: of a warm-up of n steps, step i has (i + 1)/n of the peak.
-    """
-    peak, (warmup, decay_from) = training.learning_rate, phases(training)
-    return optax.join_schedules(
-        [
-            optax.linear_schedule(peak / warmup, peak * (1 + 1 / warmup), warmup),
-            optax.constant_schedule(peak),
-            optax.linear_schedule(peak, FINAL_RATE * peak, training.steps - decay_from),
-        ],
-        boundaries=[warmup, decay_from],
-    )
-
-
-def optimizer(training: Training) -> optax.GradientTransformation:
-    """AdamW by the schedule, gradients clipped by their global norm."""
-    return optax.chain(
-        optax.clip_by_global_norm(CLIP_NORM),
-        optax.adamw(schedule(training), B1, B2, weight_decay=WEIGHT_DECAY, mask=decayed),
-    )
-
-
-def decayed(params: nnx.State) -> Any:
-    """True for the parameters that weight decay reaches: matrices named kernel or embedding."""
-
-    def reached(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-        names = {getattr(key, "key", None) for key in path}
-        return leaf.ndim == 2 and bool({"kernel", "embedding"} & names)
-
-    return jax.tree_util.tree_map_with_path(reached, params)
-
-
-def next_byte_loss(model: nnx.Module, windows: jax.Array) -> jax.Array:
-    """Mean cross entropy in nats per byte of windows, int32 [batch, length + 1]."""
-    logits = model(windows[:, :-1]).astype("float32")
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
-
-
-def loss_of(graphdef: Any, params: nnx.State, rest: nnx.State, windows: jax.Array) -> jax.Array:
-    """The loss of the model that these parts make."""
-    return next_byte_loss(nnx.merge(graphdef, params, rest), windows)
-
-
-def take_step(
-    graphdef: Any, tx: optax.GradientTransformation, state: State, windows: jax.Array
-) -> tuple[State, jax.Array]:
-    """The state after an optimizer step, and the loss before it."""
-
-    def loss_and_rest(params: nnx.State) -> tuple[jax.Array, nnx.State]:
-        model = nnx.merge(graphdef, params, state.rest, copy=True)
-        loss = next_byte_loss(model, windows)
-        # The random streams have moved on: the next step draws other bits.
-        return loss, nnx.state(model, nnx.Not(nnx.Param))
-
-    (loss, rest), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(state.params)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    return State(optax.apply_updates(state.params, updates), opt_state, rest), loss
-
-
-def batches(windows: np.ndarray, size: int) -> list[np.ndarray]:
-    """Cuts windows into batches of one shape, leaving out what does not fill the last."""
-    size = min(size, len(windows))
-    return [windows[i : i + size] for i in range(0, len(windows) - size + 1, size)]
-
-
-def _stops(training: Training) -> list[int]:
-    """The steps after which a run reports: every few, and all those that it evaluates after."""
-    every = range(REPORT_EVERY, training.steps, REPORT_EVERY)
-    return sorted({*every, *eval_steps(training)} - {0})
+def _batches(held_out: Batch, size: int) -> list[Batch]:
+    """Cuts held-out data into batches of one shape, leaving out what does not fill the last."""
+    count = len(jax.tree.leaves(held_out)[0])
+    size = min(size, count)
+    starts = range(0, count - size + 1, size)
+    return [jax.tree.map(lambda x: x[i : i + size], held_out) for i in starts]  # noqa: B023
