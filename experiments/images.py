@@ -6,6 +6,7 @@ import hashlib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -117,8 +118,8 @@ def _digits() -> Images:
 
 def _from_file(path: Path) -> Images:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            read = {name: file[name] for name in ("images", "labels") if name in file}
+        with path.open("rb") as file:  # which NumPy would leave open where it is damaged
+            read = _arrays(np.load(file, allow_pickle=False))
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"cannot read the images in '{path}': {error}") from error
     for name in ("images", "labels"):
@@ -128,9 +129,13 @@ def _from_file(path: Path) -> Images:
     images = read["images"]
     if images.dtype == np.uint8:
         images = images / 127.5 - 1
-    if images.ndim == 3:
-        images = images[..., None]
     return _images(str(path), images, read["labels"])
+
+
+def _arrays(loaded: Any) -> dict[str, np.ndarray]:
+    if isinstance(loaded, np.ndarray):  # a single one, which has no name
+        return {}
+    return {name: loaded[name] for name in ("images", "labels") if name in loaded}
 
 
 def _check(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
@@ -160,6 +165,8 @@ def _check(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
 
 def _images(name: str, images: np.ndarray, labels: np.ndarray) -> Images:
     images, labels = images.astype(np.float32), labels.astype(np.int32)
+    if images.ndim == 3:
+        images = images[..., None]
     digest = hashlib.sha256(repr(images.shape).encode())
     digest.update(images.astype("<f4").tobytes())
     digest.update(labels.astype("<i4").tobytes())

@@ -164,7 +164,7 @@ def _from_paths(sources: Sequence[str]) -> Text:
         here = _read_source(source)
         if not any(here.values()):
             raise DataError(
-                f"'{source}' has no text in it: every file is empty or binary; .npy files of tokens "
+                f"'{source}' has no text in it: every file is empty or binary; files of tokens "
                 "are given by their names or by a glob such as 'FOLDER/*.npy'"
             )
         found |= {path.resolve(): read for path, read in here.items() if read}
