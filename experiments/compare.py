@@ -45,7 +45,9 @@ class Config:
     """The recipe to compare with; the first of the recipes unless named."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of weights, batches and stochastic rounding; every recipe runs once with each."""
-    model: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{{{','.join(MODELS)}}}")] = ("hybrid",)
+    model: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{{{','.join(MODELS)}}}")] = (
+        "hybrid",
+    )
     """Models to train, one or several. Each has its own defaults of the options below: those shown
     are of the first."""
     data: tuple[str, ...] = ("stdlib",)
@@ -100,7 +102,9 @@ def main(args: Sequence[str] | None = None) -> int:
         exit_code = INTERRUPTED
     finally:  # whatever ended the runs, those done are reported
         if runs:
-            models = {name: described(own, MODELS[name], data[name]) for name, own in configs.items()}
+            models = {
+                name: described(own, MODELS[name], data[name]) for name, own in configs.items()
+            }
             about = dataclasses.asdict(config) | {
                 "command": shlex.join(["python", "-m", "experiments.compare", *args])
             }
@@ -163,7 +167,7 @@ def mean_saved_bytes(model: Any, preset: Preset, training: Training) -> float:
 def described(config: Config, preset: Preset, data: Data) -> dict[str, Any]:
     """What a model was trained on and how, for the report."""
     return {
-        "corpus": {"name": data.name, "bytes": data.size, "sha256": data.sha256},
+        "corpus": {"name": data.name, "bytes": data.nbytes, "sha256": data.sha256},
         "training": dataclasses.asdict(config.training),
         "decay_from": phases(config.training)[1],
         "bf16_blocks": {"first": 0, "last": preset.keep_last},

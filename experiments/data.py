@@ -5,6 +5,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class Corpus:
       window: tokens in one sample: the sequence length and one more, for the last target.
       block: tokens in a block, all or none of which is held out.
       vocab_size: all tokens are below it.
-      bytes_per_token: of the text, on average; None where the text is not known.
+      bytes_per_target: of the text, on average; None where the text is not known.
     """
 
     name: str
@@ -40,12 +41,38 @@ class Corpus:
     window: int
     block: int
     vocab_size: int
-    bytes_per_token: float | None
+    bytes_per_target: float | None
+
+    counted: ClassVar[str] = "tokens"
 
     @property
     def size(self) -> int:
         """Tokens in the corpus."""
         return len(self.tokens)
+
+    @property
+    def fits(self) -> dict[str, int]:
+        """The fields of a model's configuration that follow from the data.
+
+        A vocabulary in whole blocks of 64, since the head is a product as wide as it is.
+        """
+        return {"vocab_size": -(-self.vocab_size // 64) * 64}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the text, or of the array where the text is not known."""
+        known = self.bytes_per_target
+        return self.tokens.nbytes if known is None else round(known * self.size)
+
+    @property
+    def unit(self) -> str:
+        """What one target of training is."""
+        return "byte" if self.vocab_size == 256 and self.bytes_per_target == 1 else "token"
+
+    @property
+    def targets(self) -> int:
+        """Targets in a record."""
+        return self.window - 1
 
     @functools.cached_property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -161,7 +188,7 @@ def _encoded(text: sources.Text, window: int, tokenizer: Path | None) -> Corpus:
         window=window,
         block=_block(len(encoded)),
         vocab_size=vocabulary.vocab_size,
-        bytes_per_token=text.size / max(len(encoded), 1),
+        bytes_per_target=text.size / max(len(encoded), 1),
     )
 
 
@@ -174,7 +201,7 @@ def _given(paths: Sequence[str], window: int) -> Corpus:
         window=window,
         block=_block(len(given)),
         vocab_size=int(given.max()) + 1,
-        bytes_per_token=None,
+        bytes_per_target=None,
     )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -39,6 +39,28 @@ class Images:
     labels: np.ndarray
     sha256: str
     num_classes: int
+
+    counted: ClassVar[str] = "images"
+    unit: ClassVar[str] = "image"
+    targets: ClassVar[int] = 1
+    bytes_per_target: ClassVar[None] = None
+
+    @property
+    def fits(self) -> dict[str, int]:
+        """The fields of a model's configuration that follow from the data.
+
+        Raises:
+          DataError: the images are not square.
+        """
+        _, height, width, channels = self.images.shape
+        if height != width:
+            raise DataError(f"the images of {self.name} are {height} x {width}; allowed: squares")
+        return {"image_size": height, "channels": channels, "num_classes": self.num_classes}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array of images."""
+        return self.images.nbytes
 
     @functools.cached_property
     def training(self) -> "TrainingImages":

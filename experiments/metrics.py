@@ -58,10 +58,10 @@ class TensorBoard:
 
     def write(self, lines: list[dict[str, Any]]) -> None:
         """Appends lines."""
-        for line in lines if self._writer else []:
-            for name, value in line.items():
-                if name != "step":
-                    self._writer.add_scalar(name, value, line["step"])
+        if self._writer:
+            for line in lines:
+                for name in line.keys() - {"step"}:
+                    self._writer.add_scalar(name, line[name], line["step"])
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -73,16 +73,23 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+# Of the table: what is in a line, its heading, and how it is written.
+COLUMNS = {
+    "step": ("step", "{:,}"),
+    "loss": ("loss", "{:.4f}"),
+    "validation_loss": ("held out", "{:.4f}"),
+    "bits_per_byte": ("bits/byte", "{:.4f}"),
+    "validation_accuracy": ("accuracy", "{:.2%}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "images_per_second": ("images/s", "{:,.0f}"),
+}
+
+
 def table(lines: list[dict[str, Any]]) -> str:
-    """The evaluations as a Markdown table: what was measured on held-out data, and how fast."""
+    """The evaluations as a Markdown table: loss of a batch, what held-out data says, and speed."""
     rows = [line for line in lines if "validation_loss" in line]
-    columns = ["step", *dict.fromkeys(name for row in rows for name in row if name != "step")]
-    cells = [[_cell(row.get(name)) for name in columns] for row in rows]
-    header = [[name.replace("_", " ") for name in columns], ["---"] * len(columns)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [*header, *cells])
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.5g}" if isinstance(value, float) and value < 1e4 else f"{value:,.0f}"
+    columns = {name: how for name, how in COLUMNS.items() if any(name in row for row in rows)}
+    cells = [[heading for heading, _ in columns.values()], ["---"] * len(columns)]
+    for row in rows:
+        cells.append([how.format(row[name]) for name, (_, how) in columns.items()])
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

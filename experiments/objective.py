@@ -23,8 +23,8 @@ class Measures(NamedTuple):
       accuracy: fraction of targets that were the most likely one.
     """
 
-    loss: jax.Array
-    accuracy: jax.Array
+    loss: jax.Array | float
+    accuracy: jax.Array | float
 
 
 def measure(model: Any, batch: Any) -> tuple[jax.Array, Measures]:

@@ -111,7 +111,7 @@ def optimizer(training: Training) -> optax.GradientTransformation:
 
 
 def decayed(params: nnx.State) -> Any:
-    """True for the parameters that weight decay reaches, by the name that every model gives them."""
+    """True for the parameters that weight decay reaches, by the names that the models give."""
 
     def reached(path: tuple[Any, ...], leaf: jax.Array) -> bool:
         return bool({"kernel", "embedding"} & {getattr(key, "key", None) for key in path})

@@ -112,9 +112,7 @@ def _gap(curve: Curve, baseline: Curve) -> Curve:
     return {s: 100 * (loss / baseline[s] - 1) for s, loss in curve.items() if s and s in baseline}
 
 
-def _draw(
-    axes: Axes, curves: list[Curve], colour: str, label: str, model: dict[str, Any]
-) -> None:
+def _draw(axes: Axes, curves: list[Curve], colour: str, label: str, model: dict[str, Any]) -> None:
     each = _targets_per_step(model)
     if len(curves) > 1:
         for curve in curves:

@@ -57,7 +57,8 @@ class Config:
     """Checkpoints to keep, the newest."""
     data: tuple[str, ...] = ("stdlib",)
     """Text to train on: stdlib (Python's own source), sotu (speeches, fetched with npm), or text,
-    JSONL and Parquet files, folders and globs; or .npy arrays of tokens. Images: digits, or .npz."""
+    JSONL and Parquet files, folders and globs, or .npy arrays of tokens; for images: digits, or an
+    .npz file."""
     tokenizer: Path | None = None
     """A tokenizers JSON file; without one a token is a byte."""
     out: Path = Path("runs/pretrain")
@@ -172,12 +173,15 @@ def pretrain(config: Config, found: Data, console: Console) -> bool:
 
 def make_run(config: Config, found: Data, adapt: Callable[[Any], Any] = lambda model: model) -> Run:
     """The run before its first step."""
-    recipe: fp4.Recipe | fp4.Schedule = RECIPES[config.recipe]()
-    switch = round(config.late_bf16 * config.training.steps)
-    if 0 < switch < config.training.steps:
-        recipe = fp4.Schedule.late_bf16(recipe, switch)
+    recipe = recipe_of(config.recipe, config.late_bf16, config.training.steps)
     preset = MODELS[config.model]
     return zoo.make_run(preset, recipe, found, config.training, config.seed, adapt)
+
+
+def recipe_of(name: str, late_bf16: float, steps: int) -> fp4.Recipe | fp4.Schedule:
+    """The recipe, with the forward pass in BF16 after that fraction of the steps."""
+    recipe, switch = RECIPES[name](), round(late_bf16 * steps)
+    return fp4.Schedule.late_bf16(recipe, switch) if 0 < switch < steps else recipe
 
 
 def resume(run: Run, checkpoints: Checkpoints, warn: Callable[[str], None]) -> bool:
@@ -260,20 +264,18 @@ def _complain(text: str, code: int) -> int:
     return code
 
 
-def _identity(config: Config, found: Data) -> dict[str, Any]:
-    """What determines the results of a run."""
-    every = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return {name: value for name, value in every.items() if name not in FREE} | {
-        "text": found.sha256
-    }
+def described(config: Config, found: Data) -> dict[str, Any]:
+    """A run in plain values: what was asked for, and what follows from the data."""
+    asked = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return asked | {"text": found.sha256, "fits": found.fits}
 
 
 def _claim(config: Config, found: Data) -> None:
     """Notes in the folder what run it holds, or checks that it holds this one."""
-    wanted, path = _identity(config, found), config.out / "config.json"
+    wanted, path = described(config, found), config.out / "config.json"
     if path.exists():
         held = json.loads(path.read_text(encoding="utf-8"))
-        differ = [name for name in wanted if held.get(name) != wanted[name]]
+        differ = [name for name in wanted if name not in FREE and held.get(name) != wanted[name]]
         if differ:
             was = ", ".join(f"{name} {held.get(name)}, not {wanted[name]}" for name in differ)
             raise DifferentRunError(
@@ -287,7 +289,7 @@ def _claim(config: Config, found: Data) -> None:
 def _report(config: Config, found: Data, summary: str) -> str:
     return (
         f"# {config.model}, {config.recipe}: {found.name}\n\n{summary}\n\n![Loss](loss.png)\n\n"
-        f"```json\n{json.dumps(_identity(config, found), indent=2)}\n```\n"
+        f"```json\n{json.dumps(described(config, found), indent=2)}\n```\n"
     )
 
 

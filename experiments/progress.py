@@ -34,10 +34,10 @@ def display(
         bar_column = BarColumn(bar_width=8)  # leaves room for the words on 80 columns
         columns = (TextColumn("{task.description}"), bar_column, TextColumn("{task.fields[text]}"))
         with Bar(*columns, console=console) as bar:
-            task = bar.add_task(label, total=steps, text="compiling")
+            task = bar.add_task(label, total=steps, text="starting")
             yield lambda p: bar.update(task, completed=p.step, text=clock.describe(p))
     else:
-        console.print(f"{label}: compiling", highlight=False)
+        console.print(f"{label}: starting", highlight=False)
         last_line = -LINE_EVERY
 
         def show(progress: Progress) -> None:

@@ -313,9 +313,7 @@ def _interval(ci95: Sequence[float]) -> str:
 
 
 def _memory(results: dict[str, Any]) -> list[str]:
-    kept = {
-        (run["model"], run["recipe"]): run["saved_bytes_per_linear"] for run in results["runs"]
-    }
+    kept = {(run["model"], run["recipe"]): run["saved_bytes_per_linear"] for run in results["runs"]}
     baseline = results["config"]["baseline"]
     return [
         f"{_prefix(results, model)}for its backward pass, a linear layer in {recipe} keeps "

@@ -38,6 +38,11 @@ class State(NamedTuple):
     rest: nnx.State
     average: nnx.State | None
 
+    @property
+    def measured(self) -> nnx.State:
+        """The parameters that are evaluated."""
+        return self.params if self.average is None else self.average
+
 
 class Progress(NamedTuple):
     """Where a run stands.
@@ -90,14 +95,13 @@ class Run:
         self._evaluated = set(eval_steps(training))
         self._held_out = _batches(data.validation(training.validation), training.batch)
         self._tx = optimizer(training)
-        models = {start: nnx.split(model_at(start), nnx.Param, ...) for start in starts}  # type: ignore[misc]
-        self._graphs = {start: graphdef for start, (graphdef, _, _) in models.items()}
-        _, params, rest = models[0]
-        average = jax.tree.map(jnp.copy, params) if training.ema else None
-        self.state = State(params, self._tx.init(params), rest, average)
+        self._graphs = {start: nnx.graphdef(model_at(start)) for start in starts}
+        self.state = first_state(model_at(0), training)
         self._compiled: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
-    def go(self, *, every: int | None = None, asked: Callable[[], bool] = bool) -> Iterator[Progress]:
+    def go(
+        self, *, every: int | None = None, asked: Callable[[], bool] = bool
+    ) -> Iterator[Progress]:
         """Trains to the end; yields now and then, while ``state``, ``done`` and ``batches`` agree.
 
         Args:
@@ -108,7 +112,8 @@ class Run:
             yield Progress(0, [], [], self.evaluate(), 0.0)
         for until in self._stops(every):
             step, _ = self._programs(self.done)  # compiled before the clock starts
-            started, found = time.perf_counter(), []
+            started = time.perf_counter()
+            found: list[list[jax.Array]] = []
             while not found or (self.done < until and not asked()):
                 self.state, *numbers = step(self.state, next(self.batches))
                 self.done += 1
@@ -123,18 +128,14 @@ class Run:
     def evaluate(self) -> Measures:
         """Means over the held-out data, in the precision of the last step."""
         _, program = self._programs(max(self.done - 1, 0))
-        found = [program(self._measured, self.state.rest, batch) for batch in self._held_out]
-        return Measures(*(np.mean(values) for values in zip(*found, strict=True)))
+        found = [program(self.state.measured, self.state.rest, batch) for batch in self._held_out]
+        return Measures(*(float(np.mean(values)) for values in zip(*found, strict=True)))
 
     @property
     def model(self) -> Any:
         """The model as it is now, by the recipe of the last step; a copy."""
         graphdef = self._graphs[self._phase(max(self.done - 1, 0))]
-        return nnx.merge(graphdef, self._measured, self.state.rest, copy=True)
-
-    @property
-    def _measured(self) -> nnx.State:
-        return self.state.params if self.state.average is None else self.state.average
+        return nnx.merge(graphdef, self.state.measured, self.state.rest, copy=True)
 
     def _phase(self, number: int) -> int:
         return max(start for start in self._graphs if start <= number)
@@ -143,7 +144,8 @@ class Run:
         steps = self.training.steps
         regular = {i for n in (REPORT_EVERY, every or steps) for i in range(n, steps, n)}
         # A phase begins between two reports: what is compiled for it is compiled off the clock.
-        return sorted(i for i in regular | self._evaluated | {*self._graphs, steps} if i > self.done)
+        stops = regular | self._evaluated | {*self._graphs, steps}
+        return sorted(stop for stop in stops if stop > self.done)
 
     def _programs(self, number: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The step of this number and the evaluation of its model, compiled."""
@@ -160,6 +162,13 @@ class Run:
                 jax.jit(functools.partial(measures, graphdef)).lower(*held_out).compile(),
             )
         return self._compiled[start]
+
+
+def first_state(model: Any, training: Training) -> State:
+    """The state before the first step, which takes the model's arrays."""
+    _, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
+    average = jax.tree.map(jnp.copy, params) if training.ema else None
+    return State(params, optimizer(training).init(params), rest, average)
 
 
 def take_step(
@@ -190,10 +199,10 @@ def take_step(
 
 def gradients(
     graphdef: Any, params: nnx.State, rest: nnx.State, batch: Batch
-) -> tuple[nnx.State, tuple[jax.Array, nnx.State]]:
+) -> tuple[nnx.State, tuple[Any, nnx.State]]:
     """The gradient of what training lowers; the loss, and what is left of ``rest``."""
 
-    def lowered(params: nnx.State) -> tuple[jax.Array, tuple[jax.Array, nnx.State]]:
+    def lowered(params: nnx.State) -> tuple[jax.Array, tuple[Any, nnx.State]]:
         model = nnx.merge(graphdef, params, rest, copy=True)
         value, found = measure(model, batch)
         # The random streams have moved on: the next step draws other bits.

@@ -53,7 +53,7 @@ class Preset:
     config: Any
     keep_last: int = 1
     data: tuple[str, ...] = ("stdlib",)
-    training: Mapping[str, Any] = MappingProxyType({})
+    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def sees_images(self) -> bool:
@@ -97,22 +97,37 @@ def load(
     return images.load(paths)
 
 
-def make_model(preset: Preset, found: Corpus | Images, seed: int) -> nnx.Module:
-    """The model, unquantized, with as many outputs as the data has tokens or labels."""
-    config = _fitted(preset.config, found)
-    return _CLASSES[type(config)](config, rngs=nnx.Rngs(seed))
+def make_model(
+    preset: Preset,
+    fits: Mapping[str, int],
+    recipe: fp4.Recipe | fp4.Schedule,
+    seed: int,
+    step: int = 0,
+) -> Any:
+    """The model with the recipe in the linear layers of all blocks but those kept in BF16.
+
+    Args:
+      preset: the model.
+      fits: what its configuration takes from the data.
+      recipe: of the step, where it changes.
+      seed: of parameters and stochastic rounding.
+      step: of training, from 0.
+    """
+    config = _fitted(preset.config, fits)
+    model = _CLASSES[type(config)](config, rngs=nnx.Rngs(seed))
+    return fp4.nnx.quantize_model(
+        model, _policy(preset, recipe), rngs=nnx.Rngs(quantize=seed), step=step
+    )
 
 
-def _fitted(config: Any, found: Corpus | Images) -> Any:
-    if isinstance(found, Images):
-        _, size, _, channels = found.images.shape
-        return dataclasses.replace(
-            config, image_size=size, channels=channels, num_classes=found.num_classes
-        )
+def _fitted(config: Any, fits: Mapping[str, int]) -> Any:
     if isinstance(config, MoEConfig):
-        return dataclasses.replace(config, transformer=_fitted(config.transformer, found))
-    # In whole blocks of 64, since the head is a matrix product as wide as the vocabulary.
-    return dataclasses.replace(config, vocab_size=-(-found.vocab_size // 64) * 64)
+        return dataclasses.replace(config, transformer=_fitted(config.transformer, fits))
+    return dataclasses.replace(config, **fits)
+
+
+def _policy(preset: Preset, recipe: fp4.Recipe | fp4.Schedule) -> fp4.Policy:
+    return fp4.Policy.keep_ends(first=0, last=preset.keep_last, recipe=recipe)
 
 
 def make_run(
@@ -133,13 +148,11 @@ def make_run(
       seed: of weights, batches and stochastic rounding.
       adapt: changes the quantized model, but not its parameters and random streams.
     """
-    policy = fp4.Policy.keep_ends(first=0, last=preset.keep_last, recipe=recipe)
 
     def model_at(step: int) -> Any:
-        model, rngs = make_model(preset, found, seed), nnx.Rngs(quantize=seed)
-        return adapt(fp4.nnx.quantize_model(model, policy, rngs=rngs, step=step))
+        return adapt(make_model(preset, found.fits, recipe, seed, step))
 
-    return Run(model_at, policy.starts, found, training, seed)
+    return Run(model_at, _policy(preset, recipe).starts, found, training, seed)
 
 
 def check_names(what: str, names: Sequence[str], allowed: Collection[str]) -> None:

@@ -1,0 +1,141 @@
+"""Text from a checkpoint of a run, token by token."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+from rich.console import Console
+
+from experiments import tokens, zoo
+from experiments.checkpoint import Checkpoints
+from experiments.optimization import Training
+from experiments.pretrain import UNUSABLE, recipe_of
+from experiments.train import first_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Lets the newest checkpoint of a run write on from a prompt."""
+
+    run: Path = Path("runs/pretrain")
+    """Output folder of experiments.pretrain."""
+    prompt: str = "import "
+    """What the text begins with."""
+    tokens: int = 256
+    """How many tokens to add."""
+    temperature: float = 0.8
+    """Above 1 for more surprising text, below for less; 0 takes the most likely token."""
+    seed: int = 0
+    """Seed of the choices."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("prompt must not be empty")
+        if self.tokens < 1:
+            raise ValueError(f"tokens must be at least 1, not {self.tokens}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be from 0 up, not {self.temperature}")
+
+
+class NoSampleError(Exception):
+    """The run has nothing to sample from; the message says why."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Prints what the command line asks for; returns the exit code."""
+    asked = tyro.cli(Options, args=args)
+    try:
+        model, vocabulary, window = load(asked.run)
+    except (NoSampleError, tokens.DataError) as error:
+        Console(stderr=True).print(f"error: {error}", highlight=False, markup=False)
+        return UNUSABLE
+    prompt = vocabulary.encode([asked.prompt.encode()])
+    written = sample(
+        model, prompt, asked.tokens, window, vocabulary.vocab_size, asked.temperature, asked.seed
+    )
+    print(vocabulary.decode(written))
+    return 0
+
+
+def load(folder: Path) -> tuple[Any, tokens.Tokens, int]:
+    """The model of a run's newest good checkpoint, its tokens, and the length it was trained on.
+
+    It runs by the recipe of the last step, with the averaged parameters where there are some.
+
+    Raises:
+      NoSampleError: there is no such run, no checkpoint, or a model of images.
+      DataError: the tokenizer cannot be read.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise NoSampleError(f"'{folder}' holds no run of experiments.pretrain: no config.json")
+    described = json.loads(path.read_text(encoding="utf-8"))
+    training = Training(**described["training"])
+    preset = zoo.MODELS[described["model"]]
+    if preset.sees_images:
+        raise NoSampleError(f"the model '{described['model']}' sees images and writes no text")
+    recipe = recipe_of(described["recipe"], described["late_bf16"], training.steps)
+
+    def model_at(step: int) -> Any:
+        return zoo.make_model(preset, described["fits"], recipe, described["seed"], step)
+
+    with Checkpoints(folder / "checkpoints", keep=described["keep"]) as checkpoints:
+        found = checkpoints.restore(first_state(model_at(0), training), print)
+    if found is None:
+        raise NoSampleError(f"'{folder}' has no checkpoint yet")
+    step, state, _ = found
+    model = model_at(step - 1)
+    nnx.update(model, state.measured, state.rest)
+    named = described["tokenizer"]
+    return model, tokens.load(Path(named) if named else None), training.sequence
+
+
+def sample(
+    model: Any,
+    prompt: np.ndarray,
+    count: int,
+    window: int,
+    vocab_size: int,
+    temperature: float,
+    seed: int,
+) -> np.ndarray:
+    """The prompt and ``count`` tokens that the model adds to it.
+
+    Args:
+      model: gives logits, float32 [batch, length, vocabulary], of tokens, int32 [batch, length].
+      prompt: integers [n], at least one.
+      count: tokens to add.
+      window: how many of the last tokens the model sees. There always are so many, zeros after the
+        text where it is shorter, so that one program serves all lengths.
+      vocab_size: tokens are below it, whatever the model has logits for.
+      temperature: divides the logits; 0 for the most likely token.
+      seed: of the choices.
+    """
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def choose(seen: jax.Array, last: jax.Array, number: jax.Array) -> jax.Array:
+        logits = nnx.merge(graphdef, state, copy=True)(seen[None])[0, last, :vocab_size]
+        if temperature == 0:
+            return jnp.argmax(logits)
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        return jax.random.categorical(key, logits / temperature)
+
+    text = np.concatenate([prompt, np.zeros(count, prompt.dtype)]).astype(np.int32)
+    for end in range(len(prompt), len(text)):
+        seen = text[max(0, end - window) : end]
+        padded = np.pad(seen, (0, window - len(seen)))
+        text[end] = choose(padded, len(seen) - 1, end)
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
