@@ -80,7 +80,7 @@ def test_windows_are_text_of_the_corpus(corpus):
         assert as_bytes(window) in text
 
 
-@pytest.mark.parametrize("size", [16 * 12, 16 * 12 + 1, 25 * 12, 1000, 2051])
+@pytest.mark.parametrize("size", [16 * 12, 16 * 12 + 1, 16 * 22, 25 * 12, 1000, 2051])
 def test_each_training_token_is_a_target_once(tmp_path, size):
     # The tokens are their own places, so that content tells the position.
     np.save(tmp_path / "places.npy", np.arange(size))
@@ -147,7 +147,8 @@ def test_sha256_and_size_are_those_of_the_joined_files(tmp_path):
 def test_globs_and_repeated_files(tmp_path):
     for name in ("a.txt", "b.txt", "c.md"):
         (tmp_path / name).write_bytes(name.encode() * 300)
-    text = sources.read([str(tmp_path / "*.txt"), str(tmp_path / "b.txt"), str(tmp_path / "c.md")])
+    again = tmp_path / ".." / tmp_path.name / "b.txt"
+    text = sources.read([str(tmp_path / "c.md"), str(tmp_path / "*.txt"), str(again)])
     assert text.documents == tuple(n.encode() * 300 for n in ("a.txt", "b.txt", "c.md"))
 
 
@@ -251,15 +252,17 @@ def test_a_text_too_short_in_tokens_is_refused(tmp_path, documents):
 def test_arrays_are_concatenated_in_order_of_their_paths(tmp_path):
     np.save(tmp_path / "b.npy", np.arange(1000, dtype=">i4") * 3)
     np.save(tmp_path / "a.npy", (np.arange(333) % 7).astype(np.uint8))
+    for i in range(10, 20):
+        np.save(tmp_path / f"c{i}.npy", np.array([i]))
     corpus = data.load([str(tmp_path / "b.npy"), str(tmp_path / "*.npy")], SEQUENCE)
-    expected = [*(i % 7 for i in range(333)), *(3 * i for i in range(1000))]
+    expected = [*(i % 7 for i in range(333)), *(3 * i for i in range(1000)), *range(10, 20)]
     assert corpus.tokens.tolist() == expected
     assert corpus.tokens.dtype == np.uint16
     assert corpus.vocab_size == 2998
     assert corpus.bytes_per_token is None
     words = b"".join(token.to_bytes(4, "little") for token in expected)
     assert corpus.sha256 == hashlib.sha256(words).hexdigest()
-    assert "2 files" in corpus.name
+    assert "12 files" in corpus.name
 
 
 @pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "i1", "i8", ">u2"])
