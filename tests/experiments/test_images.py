@@ -1,6 +1,7 @@
 """Images: what is read and how it is scaled, what is refused, and what is held out."""
 
 import hashlib
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,7 @@ def test_validation_is_the_same_each_time_and_spread_evenly():
     # 359 are held out; a tenth of them are about one in ten, from first to last.
     everything = read.validation(359)[0]
     places = [int(np.flatnonzero((everything == p).all((1, 2, 3)))[0]) for p in pixels]
-    assert {b - a for a, b in zip(places, places[1:], strict=False)} <= {9, 10}
+    assert {b - a for a, b in itertools.pairwise(places)} <= {9, 10}
     assert places[0] == 0
     assert places[-1] >= 348
 
