@@ -1,5 +1,6 @@
 """Checkpoints: what comes back is what was saved, or the one before it."""
 
+import asyncio
 import errno
 import gc
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from experiments import checkpoint
@@ -59,7 +61,7 @@ def four(tmp_path_factory):
             held = state(step)
             checkpoints.save(step, held, {"position": 10 * step})
             # As a training step does with what it takes over.
-            jax.jit(lambda t: jax.tree.map(lambda x: x, t), donate_argnums=0)(held["params"])
+            jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)(held["params"])
     return folder
 
 
@@ -280,6 +282,30 @@ def test_a_damaged_one_is_not_said_to_be_good(folder, full):
     with pytest.raises(NotSavedError, match=r"the newest good one is 3$"):
         checkpoints.__exit__(None, None, None)
     assert steps(folder) == [2, 3, 4]
+
+
+def test_the_failure_of_one_writer_is_not_the_end_of_the_others(tmp_path, monkeypatch):
+    """They are waited for, or they might write into the next attempt's folder."""
+    written = []
+
+    async def slow():
+        await asyncio.sleep(0.3)
+        written.append(True)
+
+    async def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    begin = ocp.future.CommitFutureAwaitingContractedSignals
+
+    async def async_save(handler, directory, args):
+        return [begin(fail()), begin(slow())]
+
+    monkeypatch.setattr(checkpoint._Sealing, "async_save", async_save)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), {})
+        with pytest.raises(NotSavedError):
+            checkpoints.save(1, state(1), {})
+    assert written == [True]
 
 
 def save_then(folder, step, error):
