@@ -6,11 +6,13 @@ a file that was lost, cut short or changed on the disk is noticed, and the check
 taken. By hand: ``cd checkpoints/100/about && sha256sum -c seal``.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -147,7 +149,8 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         for leftover in ocp.utils.tmp_checkpoints(self._folder):
-            shutil.rmtree(leftover.get())
+            # What resists is no checkpoint yet, and tried again where its step is saved.
+            shutil.rmtree(leftover.get(), ignore_errors=True)
         # Orbax finishes them in this order: the seal when the state's files are what they will be.
         registry = ocp.handlers.create_default_handler_registry(
             state=ocp.StandardCheckpointHandler()
@@ -172,10 +175,12 @@ class Checkpoints:
             self._writing = None
 
     def _not_saved(self, step: int, error: Exception) -> NotSavedError:
+        self._writing = None
         # Orbax counts the one that failed, and no longer those that it was to make room for. A new
         # manager counts what is there.
-        self._writing = None
-        self._manager.close()
+        _join_writers()
+        with contextlib.suppress(Exception):  # the same one again
+            self._manager.close()
         self._manager = self._open()
         good = next((s for s in self._newest_first() if self._is_whole(s)), None)
         rest = "there is none before it" if good is None else f"the newest good one is {good}"
@@ -229,6 +234,16 @@ class _Sealing(ocp.JsonCheckpointHandler):
             raise RuntimeError("Orbax was to finish the state before its seal")
         lines = [f"{digest}  {name}\n" for name, digest in _digests(Path(directory)).items()]
         (directory / "seal").write_text("".join(lines))
+
+
+def _join_writers() -> None:
+    """Waits for all threads of Orbax, which gives up on them when the first one fails.
+
+    They might write into the folder of the next attempt.
+    """
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax.") or thread.name == "async_save":
+            threading.Thread.join(thread)  # Orbax's own raises what the thread has raised
 
 
 def _refuse_damage(about: Path) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints: what comes back is what was saved, or the one before it."""
 
+import asyncio
 import errno
 import gc
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from experiments import checkpoint
@@ -50,16 +52,23 @@ def steps(folder):
     return sorted(int(path.name) for path in folder.iterdir())
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Of three checkpoints, the third overwritten in memory while it was being written."""
-    with Checkpoints(tmp_path, keep=3) as checkpoints:
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Three of four checkpoints, each overwritten in memory while it was being written."""
+    folder = tmp_path_factory.mktemp("four")
+    with Checkpoints(folder, keep=3) as checkpoints:
         for step in (1, 2, 3, 4):
             held = state(step)
             checkpoints.save(step, held, {"position": 10 * step})
             # As a training step does with what it takes over.
-            jax.jit(lambda t: jax.tree.map(lambda x: x, t), donate_argnums=0)(held["params"])
-    return tmp_path
+            jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)(held["params"])
+    return folder
+
+
+@pytest.fixture
+def folder(four, tmp_path):
+    """The same in a folder that may be damaged."""
+    return shutil.copytree(four, tmp_path / "checkpoints")
 
 
 def test_the_newest_one_comes_back_to_the_bit(folder):
@@ -270,9 +279,33 @@ def test_a_damaged_one_is_not_said_to_be_good(folder, full):
     full.add(5)
     checkpoints = Checkpoints(folder, keep=3)
     checkpoints.save(5, state(5), {})
-    with pytest.raises(NotSavedError, match="the newest good one is 3$"):
+    with pytest.raises(NotSavedError, match=r"the newest good one is 3$"):
         checkpoints.__exit__(None, None, None)
     assert steps(folder) == [2, 3, 4]
+
+
+def test_the_failure_of_one_writer_is_not_the_end_of_the_others(tmp_path, monkeypatch):
+    """They are waited for, or they might write into the next attempt's folder."""
+    written = []
+
+    async def slow():
+        await asyncio.sleep(0.3)
+        written.append(True)
+
+    async def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    begin = ocp.future.CommitFutureAwaitingContractedSignals
+
+    async def async_save(handler, directory, args):
+        return [begin(fail()), begin(slow())]
+
+    monkeypatch.setattr(checkpoint._Sealing, "async_save", async_save)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), {})
+        with pytest.raises(NotSavedError):
+            checkpoints.save(1, state(1), {})
+    assert written == [True]
 
 
 def save_then(folder, step, error):
@@ -305,6 +338,12 @@ def save_big(checkpoints, step):
     checkpoints.save(step, jax.tree.map(jnp.asarray, big(step)), {"step": step})
 
 
+def save_twice(checkpoints, step):
+    """The second one does nothing but say what happened to the first."""
+    save_big(checkpoints, step)
+    save_big(checkpoints, step)
+
+
 def check_big(checkpoints):
     """The newest one is found whole and its content right; returns its step."""
     warnings = []
@@ -321,8 +360,7 @@ def fill_and_free(folder, fill, free):
         assert check_big(checkpoints) == 2
         fill()
         with pytest.raises(NotSavedError, match=r"^checkpoint 3 .*the newest good one is 2$"):
-            for _ in range(2):  # said at once or by the next one
-                save_big(checkpoints, 3)
+            save_twice(checkpoints, 3)
         assert steps(folder) == [1, 2]
         assert check_big(checkpoints) == 2
     with Checkpoints(folder, keep=2) as checkpoints:
@@ -348,17 +386,17 @@ def small_disk(tmp_path):
     subprocess.run(["umount", tmp_path], check=True)
 
 
-@pytest.mark.parametrize("left", [0, 1_000_000, 5_000_000])
+@pytest.mark.parametrize("left", [0, 0.5, "all but a page"])
 def test_a_full_disk(small_disk, left):
-    ballast = small_disk / "ballast"
+    """With room for a part of a checkpoint: for nothing, half the array, all but the last file."""
+    folder, ballast = small_disk / "checkpoints", small_disk / "ballast"
 
     def fill():
-        with ballast.open("wb") as file:
-            while os.statvfs(small_disk).f_bavail * 4096 > left:
-                file.write(bytes(4096))
-                file.flush()
+        size = sum(p.stat().st_blocks * 512 for p in (folder / "2").rglob("*") if p.is_file())
+        room = size - 4096 if left == "all but a page" else left * size
+        disk = os.statvfs(small_disk)
+        ballast.write_bytes(bytes(disk.f_bavail * disk.f_bsize - int(room)))
 
-    folder = small_disk / "checkpoints"
     fill_and_free(folder, fill, ballast.unlink)
 
 
