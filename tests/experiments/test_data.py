@@ -141,7 +141,7 @@ def test_sha256_and_size_are_those_of_the_joined_files(tmp_path):
     assert "3 files" in corpus.name
     assert corpus.size == len(joined)
     assert corpus.tokens.dtype == np.uint8
-    assert (corpus.vocab_size, corpus.bytes_per_token) == (256, 1.0)
+    assert (corpus.vocab_size, corpus.bytes_per_target) == (256, 1.0)
 
 
 def test_globs_and_repeated_files(tmp_path):
@@ -219,8 +219,8 @@ def test_a_corpus_of_a_tokenizers_ids(tmp_path, documents):
     assert corpus.tokens.tolist() == [i for piece in pieces for i in reference.encode(piece).ids]
     assert corpus.vocab_size == 290
     assert corpus.tokens.dtype == np.uint16
-    assert corpus.bytes_per_token == len(joined.encode()) / corpus.size
-    assert 1.2 < corpus.bytes_per_token < 10
+    assert corpus.bytes_per_target == len(joined.encode()) / corpus.size
+    assert 1.2 < corpus.bytes_per_target < 10
     assert "bpe.json" in corpus.name
 
 
@@ -259,7 +259,7 @@ def test_arrays_are_concatenated_in_order_of_their_paths(tmp_path):
     assert corpus.tokens.tolist() == expected
     assert corpus.tokens.dtype == np.uint16
     assert corpus.vocab_size == 2998
-    assert corpus.bytes_per_token is None
+    assert corpus.bytes_per_target is None
     words = b"".join(token.to_bytes(4, "little") for token in expected)
     assert corpus.sha256 == hashlib.sha256(words).hexdigest()
     assert "12 files" in corpus.name
