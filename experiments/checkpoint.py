@@ -95,6 +95,8 @@ class Checkpoints:
         arrays = {name: jnp.copy(array) for name, array in _plain(state).items()}
         about = {"notes": notes, "arrays": _kinds(state)}
         try:
+            # Said before Orbax begins, whose threads would each print what they could not write.
+            _refuse_lack_of_room(self._folder, sum(array.nbytes for array in arrays.values()))
             if step in self._unusable:
                 self._manager.delete(step)
                 self._unusable.remove(step)
@@ -244,6 +246,12 @@ def _join_writers() -> None:
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax.") or thread.name == "async_save":
             threading.Thread.join(thread)  # Orbax's own raises what the thread has raised
+
+
+def _refuse_lack_of_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"it takes {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free")
 
 
 def _refuse_damage(about: Path) -> None:

@@ -7,6 +7,7 @@ data included.
 
 import dataclasses
 import json
+import logging
 import math
 import signal
 import sys
@@ -101,6 +102,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Does the run that the command line asks for, or the rest of it; returns the exit code."""
     config = parse(sys.argv[1:] if args is None else args)
     console = Console()
+    # Orbax logs long tracebacks of what is raised here as one exception.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         found = zoo.load(
             MODELS[config.model], config.data, config.training.sequence, config.tokenizer

@@ -94,10 +94,8 @@ class Run:
         self._record = data.training[0]
         self._evaluated = set(eval_steps(training))
         self._held_out = _batches(data.validation(training.validation), training.batch)
-        self._tx = optimizer(training)
         self._graphs = {start: nnx.graphdef(model_at(start)) for start in starts}
         self.state = first_state(model_at(0), training)
-        self._compiled: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
     def go(
         self, *, every: int | None = None, asked: Callable[[], bool] = bool
@@ -149,19 +147,15 @@ class Run:
 
     def _programs(self, number: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The step of this number and the evaluation of its model, compiled."""
-        start = self._phase(number)
-        if start not in self._compiled:
-            graphdef, training = self._graphs[start], self.training
-            step = functools.partial(take_step, graphdef, self._tx, training)
-            batch = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((training.batch, *x.shape), x.dtype), self._record
-            )
-            held_out = (self.state.params, self.state.rest, self._held_out[0])
-            self._compiled[start] = (
-                jax.jit(step, donate_argnums=0).lower(self.state, batch).compile(),
-                jax.jit(functools.partial(measures, graphdef)).lower(*held_out).compile(),
-            )
-        return self._compiled[start]
+        graphdef, training = self._graphs[self._phase(number)], self.training
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((training.batch, *x.shape), x.dtype), self._record
+        )
+        held_out = (self.state.params, self.state.rest, self._held_out[0])
+        return (
+            _compiled(take_step, (graphdef, training), 0, *_shapes(self.state, batch)),
+            _compiled(measures, (graphdef,), None, *_shapes(*held_out)),
+        )
 
 
 def first_state(model: Any, training: Training) -> State:
@@ -172,7 +166,7 @@ def first_state(model: Any, training: Training) -> State:
 
 
 def take_step(
-    graphdef: Any, tx: optax.GradientTransformation, training: Training, state: State, batch: Batch
+    graphdef: Any, training: Training, state: State, batch: Batch
 ) -> tuple[State, jax.Array, jax.Array]:
     """The state after an optimizer step; the loss before it and the gradient's global norm."""
 
@@ -189,12 +183,12 @@ def take_step(
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         (total, rest), losses = lax.scan(add_part, (zeros, state.rest), parts)
         grads, loss = jax.tree.map(lambda x: x / count, total), jnp.mean(losses)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    updates, opt_state = optimizer(training).update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     average = state.average
     if average is not None:
         average = optax.incremental_update(params, average, 1 - training.ema)
-    return State(params, opt_state, rest, average), loss, optax.global_norm(grads)
+    return State(params, opt_state, rest, average), loss, optax.tree.norm(grads)
 
 
 def gradients(
@@ -226,6 +220,27 @@ def eval_steps(training: Training) -> list[int]:
 def all_finite(tree: Any) -> jax.Array:
     """Whether every element of every array is finite."""
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(
+    function: Callable[..., Any],
+    static: tuple[Any, ...],
+    donated: int | None,
+    structure: Any,
+    leaves: tuple[jax.ShapeDtypeStruct, ...],
+) -> Callable[..., Any]:
+    """The function after its static arguments, compiled for arguments of these shapes.
+
+    Runs that differ in their numbers only, as by another seed, share it.
+    """
+    program = jax.jit(functools.partial(function, *static), donate_argnums=donated)
+    return program.lower(*jax.tree.unflatten(structure, leaves)).compile()
+
+
+def _shapes(*args: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    leaves, structure = jax.tree.flatten(args)
+    return structure, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _batches(held_out: Batch, size: int) -> list[Batch]:
