@@ -120,9 +120,10 @@ class Run:
                 found.append(numbers)
             losses, norms = [list(map(float, numbers)) for numbers in zip(*found, strict=True)]
             seconds = time.perf_counter() - started
+            ending = asked()  # once: whoever asks later gets a step and a progress after it
             evaluation = self.evaluate() if self.done in self._evaluated else None
             yield Progress(self.done, losses, norms, evaluation, seconds)
-            if asked():
+            if ending:
                 return
 
     def evaluate(self) -> Measures:
@@ -145,7 +146,7 @@ class Run:
         regular = {i for n in (REPORT_EVERY, every or steps) for i in range(n, steps, n)}
         # A phase begins between two reports: what is compiled for it is compiled off the clock.
         stops = regular | self._evaluated | {*self._graphs, steps}
-        return sorted(stop for stop in stops if stop > self.done)
+        return sorted(stop for stop in stops if self.done < stop <= steps)
 
     def _programs(self, number: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The step of this number and the evaluation of its model, compiled."""
@@ -194,7 +195,7 @@ def take_step(
     average = state.average
     if average is not None:
         average = optax.incremental_update(params, average, 1 - training.ema)
-    return State(params, opt_state, rest, average), loss, optax.global_norm(grads)
+    return State(params, opt_state, rest, average), loss, optax.tree.norm(grads)
 
 
 def gradients(
