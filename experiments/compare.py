@@ -71,9 +71,8 @@ class Config:
     def __post_init__(self) -> None:
         zoo.check_names("recipe", self.recipes, RECIPES)
         zoo.check_names("model", self.model, MODELS)
-        if not self.baseline:
-            object.__setattr__(self, "baseline", self.recipes[0])
-        zoo.check_names("baseline", (self.baseline,), self.recipes)
+        if self.baseline:
+            zoo.check_names("baseline", (self.baseline,), self.recipes)
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be different numbers from 0 up, not {self.seeds}")
         if self.out.exists() and not self.out.is_dir():
@@ -119,7 +118,11 @@ def parse(args: Sequence[str]) -> dict[str, Config]:
     """By model, the configuration that a command line asks for, by the defaults of that model."""
     args = options.with_file(args)
     names = [name for name in options.values(args, "--model") if name in MODELS] or ["hybrid"]
-    return {name: tyro.cli(Config, args=args, default=Config.of(name)) for name in names}
+    configs = {name: tyro.cli(Config, args=args, default=Config.of(name)) for name in names}
+    return {
+        name: dataclasses.replace(config, baseline=config.baseline or config.recipes[0])
+        for name, config in configs.items()
+    }
 
 
 def compare(config: Config, name: str, data: Data, runs: list[Run], console: Console) -> None:

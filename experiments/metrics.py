@@ -47,7 +47,10 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, wanted: bool, after: int) -> None:
-        self._writer = SummaryWriter(str(folder), purge_step=after + 1) if wanted else None
+        # A killed run loses what was not flushed, and does steps before its checkpoint never again.
+        # Files are named by the second, which a run that goes on may share with the one before it.
+        how = {"purge_step": after + 1, "flush_secs": 1, "filename_suffix": f".{after}"}
+        self._writer = SummaryWriter(str(folder), **how) if wanted else None
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +60,7 @@ class TensorBoard:
             self._writer.close()
 
     def write(self, lines: list[dict[str, Any]]) -> None:
-        """Appends lines."""
+        """Appends lines; they are in the event file soon after."""
         if self._writer:
             for line in lines:
                 for name in line.keys() - {"step"}:

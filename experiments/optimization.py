@@ -63,6 +63,11 @@ class Training:
             raise ValueError(f"weight_decay must be from 0 up, not {self.weight_decay}")
         if self.schedule not in ("wsd", "cosine"):
             raise ValueError(f"schedule must be wsd or cosine, not {self.schedule}")
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise ValueError(
+                "warmup and decay must be at most 1 together, or the learning rate never reaches "
+                f"its peak; not {self.warmup} and {self.decay}"
+            )
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate must divide the batch of {self.batch}: {self.accumulate}")
 

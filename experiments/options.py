@@ -59,6 +59,10 @@ def _read(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(text) or {}
     else:
         raise ValueError(f"the ending must be .toml, .yaml or .yml, not '{path.suffix}'")
-    if not isinstance(values, dict) or any(isinstance(v, dict) for v in values.values()):
-        raise ValueError("it must hold options and their values, without sections")
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ValueError("it must hold options and their values, an option being a name")
+    for name, value in values.items():
+        parts = value if isinstance(value, list) else [value]
+        if any(isinstance(part, dict | list) for part in parts):
+            raise ValueError(f"{name} must be a value or a list of values, not a section")
     return values

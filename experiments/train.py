@@ -118,9 +118,10 @@ class Run:
                 found.append(numbers)
             losses, norms = [list(map(float, numbers)) for numbers in zip(*found, strict=True)]
             seconds = time.perf_counter() - started
+            ending = asked()  # once: whoever asks later gets a step and a progress after it
             evaluation = self.evaluate() if self.done in self._evaluated else None
             yield Progress(self.done, losses, norms, evaluation, seconds)
-            if asked():
+            if ending:
                 return
 
     def evaluate(self) -> Measures:
@@ -143,7 +144,7 @@ class Run:
         regular = {i for n in (REPORT_EVERY, every or steps) for i in range(n, steps, n)}
         # A phase begins between two reports: what is compiled for it is compiled off the clock.
         stops = regular | self._evaluated | {*self._graphs, steps}
-        return sorted(stop for stop in stops if stop > self.done)
+        return sorted(stop for stop in stops if self.done < stop <= steps)
 
     def _programs(self, number: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The step of this number and the evaluation of its model, compiled."""
