@@ -342,7 +342,7 @@ def _memory(results: dict[str, Any]) -> list[str]:
             for recipe, found in ratios.items()
         ]
     return [
-        f"for its backward pass, a linear layer in {recipe} keeps {ratio:.2f} times what it keeps "
+        f"For its backward pass, a linear layer in {recipe} keeps {ratio:.2f} times what it keeps "
         f"in {baseline}."
         for recipe, (ratio,) in ratios.items()
     ]
