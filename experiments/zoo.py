@@ -94,7 +94,12 @@ def load(
         return data.load(paths, sequence, tokenizer)
     if tokenizer is not None:
         raise data.DataError(f"images have no tokens: leave out the tokenizer '{tokenizer}'")
-    return images.load(paths)
+    found = images.load(paths)
+    try:
+        _fitted(preset.config, found.fits)
+    except ValueError as error:
+        raise data.DataError(f"the images of {found.name} do not fit the model: {error}") from error
+    return found
 
 
 def make_model(

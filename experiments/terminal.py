@@ -1,0 +1,25 @@
+"""Markdown on a terminal, however narrow: a table's cells are wrapped where Rich would cut them."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from rich import markdown
+from rich.console import Console, ConsoleOptions
+from rich.table import Table
+
+
+class _Table(markdown.TableElement):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        for table in super().__rich_console__(console, options):
+            assert isinstance(table, Table)
+            for column in table.columns:
+                texts = map(str, (column.header, *column.cells))
+                column.no_wrap = not any(" " in text for text in texts)  # the others give way
+                column.overflow = "fold"
+            yield table
+
+
+class Markdown(markdown.Markdown):
+    """As Rich's, but for tables."""
+
+    elements: ClassVar = markdown.Markdown.elements | {"table_open": _Table}
