@@ -90,7 +90,7 @@ def main(args: Sequence[str] | None = None) -> int:
             for name, own in configs.items()
         }
     except DataError as error:
-        Console(stderr=True).print(f"error: {error}", highlight=False, markup=False)
+        Console(stderr=True).print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         return UNUSABLE
     runs: list[Run] = []
     exit_code = 0
