@@ -1,6 +1,6 @@
 """Speed, measured beside its rivals in the same run.
 
-``python -m experiments.benchmark linear`` and ``python -m experiments.benchmark quantize``.
+``python -m experiments.benchmark linear``, or ``quantize``, or ``step``.
 """
 
 import dataclasses
@@ -17,8 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 import fp4jax as fp4
+from experiments.optimization import Training
 from experiments.peers import nvfp4_linear, nvfp4_quantizers
+from experiments.step_time import contenders as steps_of
 from experiments.timing import medians
+from experiments.zoo import RECIPES
 
 MATRIX = (((1,), (0,)), ((), ()))
 LAST = (((1,), (1,)), ((), ()))
@@ -189,6 +192,37 @@ def _layer(
     return y, *vjp(dy)
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One training step of a model by each recipe, against one written by hand in plain JAX.
+
+    Attributes:
+      model: hybrid, transformer or mamba; larger ones have _m30 and _m100 after their name.
+      repeats: timed rounds.
+    """
+
+    model: str = "hybrid"
+    repeats: int = 25
+
+
+def step(options: Step) -> Table:
+    """A row per recipe: median milliseconds, tokens per second and the ratio of the times."""
+    training = Training()
+    recipes = {name: RECIPES[name] for name in ("bf16", "fp8_block", "nvfp4")}
+    time = medians(steps_of(options.model, recipes, training), options.repeats)
+    table = Table(
+        title=f"a step of {options.model}, {training.batch} x {training.sequence} tokens, "
+        f"ms ({versions()})"
+    )
+    for column in ("", "ms", "tokens/s", "/ plain JAX", "/ bf16"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, ms in time.items():
+        rate = 1e3 * training.batch * training.sequence / ms
+        ratios = (ms / time["plain JAX"], ms / time["bf16"])
+        table.add_row(name, f"{ms:.1f}", f"{rate:,.0f}", *(f"{ratio:.2f}" for ratio in ratios))
+    return table
+
+
 def versions() -> str:
     """What the figures depend on besides the machine's load."""
     return f"jax {jax.__version__}, {jax.devices()[0].device_kind}"
@@ -196,9 +230,10 @@ def versions() -> str:
 
 def main() -> None:
     """Runs the benchmark that the command line names."""
-    options = tyro.extras.subcommand_cli_from_dict({"linear": Linear, "quantize": Quantize})
-    table = linear(options) if isinstance(options, Linear) else quantize(options)
-    Console(width=140).print(table)
+    programs: dict[str, Callable[..., Any]] = {"linear": Linear, "quantize": Quantize, "step": Step}
+    options = tyro.extras.subcommand_cli_from_dict(programs)
+    tables: dict[type, Callable[[Any], Table]] = {Linear: linear, Quantize: quantize, Step: step}
+    Console(width=140).print(tables[type(options)](options))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from experiments.checkpoint import Checkpoints, NotSavedError
 from experiments.metrics import Metrics, TensorBoard, read, table
 from experiments.optimization import Training, schedule
 from experiments.progress import display
-from experiments.train import Data, Progress, Run, all_finite
+from experiments.step import all_finite
+from experiments.train import Data, Progress, Run
 from experiments.zoo import MODELS, RECIPES
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended

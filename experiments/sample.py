@@ -18,7 +18,7 @@ from experiments import tokens, zoo
 from experiments.checkpoint import Checkpoints
 from experiments.optimization import Training
 from experiments.pretrain import UNUSABLE, recipe_of
-from experiments.train import first_state
+from experiments.step import first_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,14 @@ def main(args: Sequence[str] | None = None) -> int:
     asked = tyro.cli(Options, args=args)
     try:
         model, vocabulary, window = load(asked.run)
+        prompt = vocabulary.encode([asked.prompt.encode()])
+        if not len(prompt):
+            raise NoSampleError(
+                f"the run's tokenizer makes no tokens of the prompt '{asked.prompt}'"
+            )
     except (NoSampleError, tokens.DataError) as error:
-        Console(stderr=True).print(f"error: {error}", highlight=False, markup=False)
+        Console(stderr=True).print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         return UNUSABLE
-    prompt = vocabulary.encode([asked.prompt.encode()])
     written = sample(
         model, prompt, asked.tokens, window, vocabulary.vocab_size, asked.temperature, asked.seed
     )

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from experiments import zoo
 from experiments.optimization import Training, optimizer
-from experiments.train import compiled_step, first_state
+from experiments.step import compiled_step, first_state
 
 VOCABULARY = {"vocab_size": 256}
 
@@ -51,7 +51,7 @@ def _taking_steps(step: Callable[..., Any], state: Any, batch: np.ndarray) -> Ca
 
 def _by_hand(model: Any, training: Training, batch: np.ndarray) -> Callable[[], Array]:
     """Linear layers in bfloat16 with float32 accumulation, differentiated by JAX; AdamW."""
-    for _, layer in nnx.iter_modules(model):
+    for _, layer in nnx.iter_modules(model.blocks):
         if isinstance(layer, nnx.Linear):
             layer.dot_general = _bfloat16_product
     graphdef, params = nnx.split(model)

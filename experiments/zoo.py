@@ -102,6 +102,18 @@ def load(
     return found
 
 
+def plain_model(preset: Preset, fits: Mapping[str, int], seed: int) -> Any:
+    """The model without quantization.
+
+    Args:
+      preset: the model.
+      fits: what its configuration takes from the data.
+      seed: of the parameters.
+    """
+    config = _fitted(preset.config, fits)
+    return _CLASSES[type(config)](config, rngs=nnx.Rngs(seed))
+
+
 def make_model(
     preset: Preset,
     fits: Mapping[str, int],
@@ -118,11 +130,8 @@ def make_model(
       seed: of parameters and stochastic rounding.
       step: of training, from 0.
     """
-    config = _fitted(preset.config, fits)
-    model = _CLASSES[type(config)](config, rngs=nnx.Rngs(seed))
-    return fp4.nnx.quantize_model(
-        model, _policy(preset, recipe), rngs=nnx.Rngs(quantize=seed), step=step
-    )
+    model, rngs = plain_model(preset, fits, seed), nnx.Rngs(quantize=seed)
+    return fp4.nnx.quantize_model(model, _policy(preset, recipe), rngs=rngs, step=step)
 
 
 def _fitted(config: Any, fits: Mapping[str, int]) -> Any:

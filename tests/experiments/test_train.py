@@ -10,10 +10,12 @@ import pytest
 from bigrams import SHORT, VOCABULARY, Bigram, Counting, corpus, fresh, rising, table_of, worth
 from flax import nnx
 
+from experiments import step as step_module
 from experiments import train
 from experiments.optimization import Training
 from experiments.pipeline import batches
-from experiments.train import Run, all_finite, eval_steps, first_state, take_step
+from experiments.step import all_finite, first_state, take_step
+from experiments.train import Run, eval_steps
 
 pytestmark = pytest.mark.usefixtures("lenient_promotion", "compile_fast")
 
@@ -126,13 +128,14 @@ def test_random_streams_move_on_within_accumulated_parts(monotonous):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 6])
-def test_accumulated_gradients_are_those_of_the_whole_batch(text, accumulate):
+def test_accumulated_gradients_are_those_of_the_whole_batch(text, monkeypatch, accumulate):
     """Up to float32's rounding of sums: 1e-6 of a gradient whose elements are up to 1."""
     training = Training(batch=6, accumulate=accumulate, sequence=16)
     before = table_of(nnx.state(Bigram(), nnx.Param))
-    batch, tx = next(batches(text.training, seed=0, size=6)), optax.sgd(1.0)
-    state = first_state(Bigram(), training)._replace(opt_state=tx.init(()))
-    step = jax.jit(lambda *args: take_step(nnx.graphdef(Bigram()), tx, training, *args))
+    batch = next(batches(text.training, seed=0, size=6))
+    monkeypatch.setattr(step_module, "optimizer", lambda training: optax.sgd(1.0))
+    state = first_state(Bigram(), training)
+    step = jax.jit(lambda *args: take_step(nnx.graphdef(Bigram()), training, *args))
     state, loss, norm = step(state, batch)
     expected, _, gradient = worth(before, batch)
     np.testing.assert_allclose(before - table_of(state.params), gradient, atol=1e-6)

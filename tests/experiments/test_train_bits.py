@@ -8,9 +8,11 @@ import pytest
 from bigrams import SHORT, Bigram, fresh, rising, table_of
 from flax import nnx
 
+from experiments import step as step_module
 from experiments.optimization import Training
 from experiments.pipeline import batches
-from experiments.train import Run, first_state, take_step
+from experiments.step import first_state, take_step
+from experiments.train import Run
 
 pytestmark = pytest.mark.usefixtures("lenient_promotion")
 
@@ -46,8 +48,9 @@ def test_runs_repeat_bit_for_bit_wherever_they_stop_and_depend_on_the_seed(text)
     assert all(a != b for a, b in zip(first[0], other[0], strict=True))
 
 
-def test_one_part_is_no_accumulation(text):
-    training, tx = Training(batch=3, accumulate=1, sequence=16), optax.sgd(1.0)
+def test_one_part_is_no_accumulation(text, monkeypatch):
+    training = Training(batch=3, accumulate=1, sequence=16)
+    monkeypatch.setattr(step_module, "optimizer", lambda training: optax.sgd(1.0))
     batch = next(batches(text.training, seed=0, size=3))
 
     @jax.jit
@@ -60,8 +63,8 @@ def test_one_part_is_no_accumulation(text):
         params = nnx.state(model, nnx.Param)
         return value, jax.tree.map(lambda p, g: p - g, params, nnx.state(grads))
 
-    state = first_state(Bigram(), training)._replace(opt_state=tx.init(()))
-    step = jax.jit(lambda *args: take_step(nnx.graphdef(Bigram()), tx, training, *args))
+    state = first_state(Bigram(), training)
+    step = jax.jit(lambda *args: take_step(nnx.graphdef(Bigram()), training, *args))
     state, loss, _ = step(state, batch)
     expected, params = by_hand(Bigram())
     assert loss == expected
