@@ -28,11 +28,10 @@ def with_file(args: Sequence[str]) -> list[str]:
         raise SystemExit(2) from error
     options: list[str] = []
     for name, value in entries.items():
-        option = name.replace("_", "-")
         if isinstance(value, bool):
-            options.append(f"--{option}" if value else f"--no-{option}")
+            options.append(f"--{name}" if value else f"--no-{name}")
         else:
-            options += [f"--{option}", *map(str, value if isinstance(value, list) else [value])]
+            options += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return [*options, *args]
 
 

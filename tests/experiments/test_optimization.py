@@ -45,6 +45,7 @@ def test_cosine_warms_up_and_falls_by_half_a_cosine(warmup, final_rate):
     np.testing.assert_allclose(rates(training), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.usefixtures("lenient_promotion")
 def test_the_schedule_is_the_same_under_jit():
     for name in ("wsd", "cosine"):
         training = Training(steps=13, warmup=0.3, schedule=name)
