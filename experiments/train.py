@@ -194,7 +194,7 @@ def take_step(
     average = state.average
     if average is not None:
         average = optax.incremental_update(params, average, 1 - training.ema)
-    return State(params, opt_state, rest, average), loss, optax.global_norm(grads)
+    return State(params, opt_state, rest, average), loss, optax.tree.norm(grads)
 
 
 def gradients(
