@@ -49,7 +49,7 @@ class Config:
         "nvfp4",
     )
     """Recipes to compare."""
-    baseline: Annotated[str, tyro.conf.arg(metavar="RECIPE")] = ""
+    baseline: Annotated[str | None, tyro.conf.arg(metavar="RECIPE")] = None
     """The recipe to compare with; the first of the recipes unless named."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of weights, batches and stochastic rounding; every recipe runs once with each."""
@@ -72,11 +72,15 @@ class Config:
         preset = MODELS[model]
         return cls(model=(model,), data=preset.data, training=Training(**preset.training))
 
+    @property
+    def compared_with(self) -> str:
+        """The baseline, also where none is named."""
+        return self.baseline or self.recipes[0]
+
     def __post_init__(self) -> None:
         zoo.check_names("recipe", self.recipes, RECIPES)
         zoo.check_names("model", self.model, MODELS)
-        if self.baseline:
-            zoo.check_names("baseline", (self.baseline,), self.recipes)
+        zoo.check_names("baseline", (self.compared_with,), self.recipes)
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be different numbers from 0 up, not {self.seeds}")
         if self.out.exists() and not self.out.is_dir():
@@ -107,7 +111,8 @@ def main(args: Sequence[str] | None = None) -> int:
                 name: described(own, MODELS[name], data[name]) for name, own in configs.items()
             }
             about = dataclasses.asdict(config) | {
-                "command": shlex.join(["python", "-m", "experiments.compare", *args])
+                "baseline": config.compared_with,
+                "command": shlex.join(["python", "-m", "experiments.compare", *args]),
             }
             results = report.results(about, models, versions(), runs)
             report.write(config.out, results)
@@ -122,11 +127,7 @@ def parse(args: Sequence[str]) -> dict[str, Config]:
     args = options.with_file(args)
     names = [name for name in options.values(args, "--model") if name in MODELS] or ["hybrid"]
     cli = functools.partial(tyro.cli, Config, prog="python -m experiments.compare", args=args)
-    configs = {name: cli(default=Config.of(name)) for name in names}
-    return {
-        name: dataclasses.replace(config, baseline=config.baseline or config.recipes[0])
-        for name, config in configs.items()
-    }
+    return {name: cli(default=Config.of(name)) for name in names}
 
 
 def load(configs: dict[str, Config]) -> dict[str, Data]:
