@@ -28,13 +28,6 @@ from experiments.train import Data
 from experiments.zoo import MODELS, RECIPES, Preset
 from fp4jax.models import ViTConfig
 
-# Not a docstring, whose line breaks the help would keep.
-DATA = (
-    "Text to train on: stdlib (Python's own source), sotu (speeches, fetched with npm), or text, "
-    "JSONL and Parquet files, folders and globs, or .npy arrays of tokens; for images: digits, or "
-    "an .npz file. Without it each model has its own."
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -57,7 +50,7 @@ class Config:
         "hybrid",
     )
     """Models to train; each has its own defaults, which --model NAME --help shows."""
-    data: Annotated[tuple[str, ...], tyro.conf.arg(help=DATA)] = ("stdlib",)
+    data: Annotated[tuple[str, ...], tyro.conf.arg(help=zoo.DATA)] = ("stdlib",)
     tokenizer: Path | None = None
     """A tokenizers JSON file; without one a token is a byte."""
     out: Path = Path("runs/compare")

@@ -57,10 +57,7 @@ class Config:
     """Steps between checkpoints; there is one at the end, too."""
     keep: int = 3
     """Checkpoints to keep, the newest."""
-    data: tuple[str, ...] = ("stdlib",)
-    """Text to train on: stdlib (Python's own source), sotu (speeches, fetched with npm), or text,
-    JSONL and Parquet files, folders and globs, or .npy arrays of tokens; for images: digits, or an
-    .npz file."""
+    data: Annotated[tuple[str, ...], tyro.conf.arg(help=zoo.DATA)] = ("stdlib",)
     tokenizer: Path | None = None
     """A tokenizers JSON file; without one a token is a byte."""
     out: Path = Path("runs/pretrain")
@@ -135,7 +132,8 @@ def parse(args: Sequence[str]) -> Config:
     """The configuration that a command line asks for, by the defaults of the model it names."""
     args = options.with_file(args)
     named = [name for name in options.values(args, "--model") if name in MODELS]
-    return tyro.cli(Config, args=args, default=Config.of(*named[:1] or ["hybrid"]))
+    default = Config.of(named[0] if named else "hybrid")
+    return tyro.cli(Config, prog="python -m experiments.pretrain", args=args, default=default)
 
 
 def pretrain(config: Config, found: Data, console: Console) -> bool:

