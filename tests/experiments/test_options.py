@@ -173,7 +173,7 @@ def test_compared_models_have_each_their_own_defaults(file):
 
 def test_the_baseline_is_the_first_recipe_unless_named():
     def baseline(args):
-        return compare.parse(args.split())["hybrid"].baseline
+        return compare.parse(args.split())["hybrid"].compared_with
 
     assert baseline("") == "bf16"
     assert baseline("--recipes nvfp4 mxfp4") == "nvfp4"
