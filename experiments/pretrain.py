@@ -108,6 +108,7 @@ def main(args: Sequence[str] | None = None) -> int:
         )
         _claim(config, found)
         finished = pretrain(config, found, console)
+        summary = _report(config, found)
     except (data.DataError, DifferentRunError) as error:
         return _complain(f"error: {error}", UNUSABLE)
     except NonFiniteError as error:
@@ -116,10 +117,6 @@ def main(args: Sequence[str] | None = None) -> int:
         return _complain(f"stopped: {error}; the same command goes on from there", NOT_SAVED)
     except KeyboardInterrupt:
         return INTERRUPTED
-    lines = read(config.out / "metrics.jsonl")
-    plots.training_loss(config.out / "loss.png", lines, found.unit)
-    summary = table(lines)
-    (config.out / "report.md").write_text(_report(config, found, summary), encoding="utf-8")
     console.print(Markdown(summary))
     if finished:
         console.print(f"Report: {config.out / 'report.md'}", highlight=False, soft_wrap=True)
@@ -288,11 +285,17 @@ def _claim(config: Config, found: Data) -> None:
         path.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
 
 
-def _report(config: Config, found: Data, summary: str) -> str:
-    return (
+def _report(config: Config, found: Data) -> str:
+    """Writes report.md and loss.png; returns the table."""
+    lines = read(config.out / "metrics.jsonl")
+    summary = table(lines)
+    plots.training_loss(config.out / "loss.png", lines, found.unit)
+    (config.out / "report.md").write_text(
         f"# {config.model}, {config.recipe}: {found.name}\n\n{summary}\n\n![Loss](loss.png)\n\n"
-        f"```json\n{json.dumps(described(config, found), indent=2)}\n```\n"
+        f"```json\n{json.dumps(described(config, found), indent=2)}\n```\n",
+        encoding="utf-8",
     )
+    return summary
 
 
 if __name__ == "__main__":

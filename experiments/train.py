@@ -144,5 +144,8 @@ def _batches(held_out: Batch, size: int) -> list[Batch]:
     """Cuts held-out data into batches of one shape, leaving out what does not fill the last."""
     count = len(jax.tree.leaves(held_out)[0])
     size = min(size, count)
-    starts = range(0, count - size + 1, size)
-    return [jax.tree.map(lambda x: x[i : i + size], held_out) for i in starts]  # noqa: B023
+
+    def part(start: int) -> Batch:
+        return jax.tree.map(lambda x: x[start : start + size], held_out)
+
+    return [part(start) for start in range(0, count - size + 1, size)]
