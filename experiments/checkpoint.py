@@ -32,19 +32,21 @@ class NotSavedError(Exception):
 class Checkpoints:
     """The checkpoints in a folder, of which one process at a time is the owner.
 
-    What an earlier process left half-written is removed.
+    What an earlier owner left half-written is removed.
 
     Args:
-      folder: made if it is missing.
+      folder: made by the owner if it is missing.
       keep: how many to keep, the newest. Those that `restore` could not use do not count, and stay
         until their step is saved again.
+      owner: False for a process that only restores, whatever the owner is doing.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, *, owner: bool = True) -> None:
         self._folder = folder.absolute()
         self._unusable: set[int] = set()
         self._keep = _Newest(keep, self._unusable)
         self._writing: int | None = None
+        self._owner = owner
         self._manager = self._open()
 
     def __enter__(self) -> Self:
@@ -150,9 +152,10 @@ class Checkpoints:
         )
 
     def _open(self) -> ocp.CheckpointManager:
-        for leftover in ocp.utils.tmp_checkpoints(self._folder):
-            # What resists is no checkpoint yet, and tried again where its step is saved.
-            shutil.rmtree(leftover.get(), ignore_errors=True)
+        if self._owner:
+            for leftover in ocp.utils.tmp_checkpoints(self._folder):
+                # What resists is no checkpoint yet, and tried again where its step is saved.
+                shutil.rmtree(leftover.get(), ignore_errors=True)
         # Orbax finishes them in this order: the seal when the state's files are what they will be.
         registry = ocp.handlers.create_default_handler_registry(
             state=ocp.StandardCheckpointHandler()
@@ -162,6 +165,7 @@ class Checkpoints:
             preservation_policy=self._keep,
             # Orbax's own notes of a checkpoint are not needed, and may be what is damaged.
             lightweight_initialize=True,
+            read_only=not self._owner,
             # Otherwise, where no folder can be made, threads wait minutes for it.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )

@@ -53,6 +53,8 @@ class Training:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above zero, not {getattr(self, name)}")
+        if math.isinf(self.learning_rate):
+            raise ValueError("learning_rate must be finite, not inf")
         for name in ("warmup", "decay", "final_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")

@@ -91,8 +91,11 @@ def load(folder: Path) -> tuple[Any, tokens.Tokens, int]:
     def model_at(step: int) -> Any:
         return zoo.make_model(preset, described["fits"], recipe, described["seed"], step)
 
-    with Checkpoints(folder / "checkpoints", keep=described["keep"]) as checkpoints:
-        found = checkpoints.restore(first_state(model_at(0), training), print)
+    found = None
+    if (folder / "checkpoints").is_dir():
+        # The run may be going on.
+        with Checkpoints(folder / "checkpoints", described["keep"], owner=False) as checkpoints:
+            found = checkpoints.restore(first_state(model_at(0), training), print)
     if found is None:
         raise NoSampleError(f"'{folder}' has no checkpoint yet")
     step, state, _ = found

@@ -65,7 +65,7 @@ class Pieces:
           uint8, uint16 or uint32 [N], as the vocabulary needs.
 
         Raises:
-          DataError: a document is not UTF-8.
+          DataError: a document is not UTF-8, or the tokenizer has no tokens for it.
         """
         ids = itertools.chain.from_iterable(self._encode(documents))
         return np.fromiter(ids, np.min_scalar_type(self.vocab_size - 1))
@@ -73,7 +73,11 @@ class Pieces:
     def _encode(self, documents: Sequence[bytes]) -> Iterator[list[int]]:
         texts = (_decoded(i, piece) for i, piece in enumerate(separated(documents)))
         while group := list(itertools.islice(texts, GROUP)):
-            for encoding in self.tokenizer.encode_batch(group, add_special_tokens=False):
+            try:
+                encodings = self.tokenizer.encode_batch(group, add_special_tokens=False)
+            except Exception as error:  # as where a word is unknown and there is no token for that
+                raise DataError(f"the tokenizer cannot encode the text: {error}") from error
+            for encoding in encodings:
                 yield encoding.ids
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -85,7 +85,7 @@ class Run:
         if not self.done:
             yield Progress(0, [], [], self.evaluate(), 0.0)
         for until in self._stops(every):
-            step, _ = self._programs(self.done)  # compiled before the clock starts
+            step = self._step()  # compiled before the clock starts
             started = time.perf_counter()
             found: list[list[jax.Array]] = []
             while not found or (self.done < until and not asked()):
@@ -102,9 +102,15 @@ class Run:
 
     def evaluate(self) -> Measures:
         """Means over the held-out data, in the precision of the last step."""
-        _, program = self._programs(max(self.done - 1, 0))
-        found = [program(self.state.measured, self.state.rest, batch) for batch in self._held_out]
-        return Measures(*(float(np.mean(values)) for values in zip(*found, strict=True)))
+        graphdef, state = self._graphs[self._phase(max(self.done - 1, 0))], self.state
+        sizes = [len(jax.tree.leaves(batch)[0]) for batch in self._held_out]
+        found = [
+            compiled_measures(graphdef, state, batch)(state.measured, state.rest, batch)
+            for batch in self._held_out
+        ]
+        return Measures(
+            *(float(np.average(values, weights=sizes)) for values in zip(*found, strict=True))
+        )
 
     @property
     def model(self) -> Any:
@@ -122,16 +128,12 @@ class Run:
         stops = regular | self._evaluated | {*self._graphs, steps}
         return sorted(stop for stop in stops if self.done < stop <= steps)
 
-    def _programs(self, number: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The step of this number and the evaluation of its model, compiled."""
-        graphdef, training, state = self._graphs[self._phase(number)], self.training, self.state
+    def _step(self) -> Callable[..., Any]:
+        """The next step, compiled."""
         batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((training.batch, *x.shape), x.dtype), self._record
+            lambda x: jax.ShapeDtypeStruct((self.training.batch, *x.shape), x.dtype), self._record
         )
-        return (
-            compiled_step(graphdef, training, state, batch),
-            compiled_measures(graphdef, state, self._held_out[0]),
-        )
+        return compiled_step(self._graphs[self._phase(self.done)], self.training, self.state, batch)
 
 
 def eval_steps(training: Training) -> list[int]:
@@ -141,11 +143,9 @@ def eval_steps(training: Training) -> list[int]:
 
 
 def _batches(held_out: Batch, size: int) -> list[Batch]:
-    """Cuts held-out data into batches of one shape, leaving out what does not fill the last."""
-    count = len(jax.tree.leaves(held_out)[0])
-    size = min(size, count)
+    """Cuts held-out data into batches, the last of which may be smaller."""
 
     def part(start: int) -> Batch:
         return jax.tree.map(lambda x: x[start : start + size], held_out)
 
-    return [part(start) for start in range(0, count - size + 1, size)]
+    return [part(start) for start in range(0, len(jax.tree.leaves(held_out)[0]), size)]

@@ -228,6 +228,20 @@ def test_another_model_is_no_checkpoint_of_this_one(folder, change, says, unrais
     assert restore(folder)[0] == 4  # and nothing is lost by asking
 
 
+def test_who_only_restores_leaves_all_as_it_is(folder):
+    """As the owner may be at work: what is half-written stays."""
+    writing = folder / "5.orbax-checkpoint-tmp"
+    shutil.copytree(folder / "4", writing)
+    before = sorted(folder.rglob("*"))
+    with Checkpoints(folder, keep=1, owner=False) as checkpoints:
+        step, got, _ = checkpoints.restore(state(0), [].append)
+    assert step == 4
+    same(got, state(4))
+    assert sorted(folder.rglob("*")) == before
+    with Checkpoints(folder, keep=3):
+        assert not writing.exists()
+
+
 @pytest.mark.parametrize("notes", [{"a": (1, 2)}, {1: 2}, {"a": float("nan")}])
 def test_notes_that_json_would_change_are_refused(tmp_path, notes):
     with Checkpoints(tmp_path, keep=3) as checkpoints:

@@ -74,13 +74,3 @@ def test_mixtures_lower_their_balance_too_but_report_the_loss_alone():
     np.testing.assert_allclose(found, (loss, accuracy), rtol=1e-5)
     assert float(balance) > 1e-3
     assert float(lowered) - loss == pytest.approx(0.01 * float(balance), rel=1e-3)
-
-
-def test_the_mean_of_equal_batches_is_that_of_all():
-    """A mean over all targets, so that batches of one size may be averaged."""
-    rng = np.random.default_rng(4)
-    model = Table(rng.normal(size=(5, 5)))
-    windows = rng.integers(0, 5, (6, 4), dtype=np.int32)
-    parts = [measure(model, windows[i : i + 2])[1] for i in (0, 2, 4)]
-    whole = measure(model, windows)[1]
-    np.testing.assert_allclose(np.mean(parts, axis=0), whole, rtol=1e-6)

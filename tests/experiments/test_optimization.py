@@ -95,6 +95,7 @@ def test_decay_all_along_is_a_straight_line():
         ({"evals": 0}, "evals must be above zero, not 0"),
         ({"validation": 0}, "validation must be above zero, not 0"),
         ({"learning_rate": math.nan}, "learning_rate must be above zero, not nan"),
+        ({"learning_rate": math.inf}, "learning_rate must be finite, not inf"),
         ({"clip_norm": 0.0}, "clip_norm must be above zero, not 0.0"),
         ({"warmup": 1.01}, "warmup must be from 0 to 1, not 1.01"),
         ({"decay": -0.1}, "decay must be from 0 to 1, not -0.1"),

