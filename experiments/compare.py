@@ -19,6 +19,7 @@ from rich.console import Console
 from experiments import options, report, zoo
 from experiments.data import DataError
 from experiments.optimization import Training, phases
+from experiments.pipeline import SEEDS
 from experiments.pretrain import INTERRUPTED, UNUSABLE
 from experiments.progress import display
 from experiments.report import Run
@@ -74,8 +75,11 @@ class Config:
         zoo.check_names("recipe", self.recipes, RECIPES)
         zoo.check_names("model", self.model, MODELS)
         zoo.check_names("baseline", (self.compared_with,), self.recipes)
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must be different numbers from 0 up, not {self.seeds}")
+        different = len(set(self.seeds)) == len(self.seeds) > 0
+        if not different or not all(0 <= seed < SEEDS for seed in self.seeds):
+            raise ValueError(
+                f"seeds must be different numbers from 0 to {SEEDS - 1}, not {self.seeds}"
+            )
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"out must be a folder; '{self.out}' is a file")
 
@@ -87,7 +91,8 @@ def main(args: Sequence[str] | None = None) -> int:
     config, console = next(iter(configs.values())), Console()
     try:  # before anything is compiled
         data = load(configs)
-    except DataError as error:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except (DataError, OSError) as error:
         said = f"error: {error}"
         Console(stderr=True).print(said, highlight=False, markup=False, soft_wrap=True)
         return UNUSABLE

@@ -83,7 +83,7 @@ def _text_of_line(line: bytes, where: str) -> bytes:
     wanted = f"a JSON object with a string in its field '{FIELD}' is needed"
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: {wanted}, but this is no JSON ({error})") from error
     if not isinstance(value, dict):
         raise DataError(f"{where}: {wanted}, but this is {_KINDS[type(value)]}")

@@ -1,11 +1,15 @@
 """A run's metrics: a line per step, each step once, whenever the run was killed."""
 
+import contextlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any, Self
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 
 
 class Metrics:
@@ -22,6 +26,7 @@ class Metrics:
         whole = path.with_suffix(".tmp")
         whole.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         whole.replace(path)
+        self.missing = after - len(kept)
         self._file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> Self:
@@ -37,8 +42,26 @@ class Metrics:
         os.fsync(self._file.fileno())
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file, damaged ones and repeated steps left out; none without a file."""
+    if not path.exists():
+        return []
+    *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    del last  # what follows the last line's end: nothing, or a line that was cut short
+    found: list[dict[str, Any]] = []
+    for text in lines:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            line = json.loads(text)
+            if not found or line["step"] > found[-1]["step"]:
+                found.append(line)
+    return found
+
+
 class TensorBoard:
     """The same lines as scalars for TensorBoard.
+
+    Written at once and by this thread, so that a full disk is an OSError here: the package's own
+    writer waits for a thread that may have ended.
 
     Args:
       folder: of the event files.
@@ -47,10 +70,13 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, wanted: bool, after: int) -> None:
-        # A killed run loses what was not flushed, and does steps before its checkpoint never again.
-        # Files are named by the second, which a run that goes on may share with the one before it.
-        how = {"purge_step": after + 1, "flush_secs": 1, "filename_suffix": f".{after}"}
-        self._writer = SummaryWriter(str(folder), **how) if wanted else None
+        self._writer = None
+        if wanted:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Files are named by the second, which a run that goes on may share with the one before.
+            self._writer = EventsWriter(str(folder / "events"), f".{after}")
+            start = SessionLog(status=SessionLog.START)
+            self._put(Event(wall_time=time.time(), step=after + 1, session_log=start))
 
     def __enter__(self) -> Self:
         return self
@@ -60,20 +86,21 @@ class TensorBoard:
             self._writer.close()
 
     def write(self, lines: list[dict[str, Any]]) -> None:
-        """Appends lines; they are in the event file soon after."""
+        """Appends lines; on the disk when this returns, unless the machine fails."""
         if self._writer:
             for line in lines:
-                for name in line.keys() - {"step"}:
-                    self._writer.add_scalar(name, line[name], line["step"])
+                values = [
+                    Summary.Value(tag=name, simple_value=value)
+                    for name, value in line.items()
+                    if name != "step"
+                ]
+                summary = Summary(value=values)
+                self._put(Event(wall_time=time.time(), step=line["step"], summary=summary))
 
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file, none if there is no file."""
-    if not path.exists():
-        return []
-    *lines, last = path.read_text(encoding="utf-8").split("\n")
-    del last  # what follows the last line's end: nothing, or a line that was cut short
-    return [json.loads(line) for line in lines]
+    def _put(self, event: Any) -> None:
+        assert self._writer is not None
+        self._writer.write_event(event)
+        self._writer.flush()
 
 
 # Of the table: what is in a line, its heading, and how it is written.
@@ -91,6 +118,8 @@ COLUMNS = {
 def table(lines: list[dict[str, Any]]) -> str:
     """The evaluations as a Markdown table: loss of a batch, what held-out data says, and speed."""
     rows = [line for line in lines if "validation_loss" in line]
+    if not rows:
+        return "Not evaluated yet."
     columns = {name: how for name, how in COLUMNS.items() if any(name in row for row in rows)}
     cells = [[heading for heading, _ in columns.values()], ["---"] * len(columns)]
     for row in rows:

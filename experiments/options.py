@@ -19,6 +19,9 @@ def with_file(args: Sequence[str]) -> list[str]:
       SystemExit: where the file cannot be read; what is wrong with it is printed.
     """
     named = values(args, "--config")
+    if sum(arg.partition("=")[0] == "--config" for arg in args) > 1:
+        print("error: --config is given more than once; one file is allowed", file=sys.stderr)
+        raise SystemExit(2)
     if not named:
         return list(args)
     try:
@@ -51,7 +54,7 @@ def values(args: Sequence[str], option: str) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     if path.suffix == ".toml":
         values: Any = tomllib.loads(text)
     elif path.suffix in (".yaml", ".yml"):
@@ -60,6 +63,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"the ending must be .toml, .yaml or .yml, not '{path.suffix}'")
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise ValueError("it must hold options and their values, an option being a name")
+    if "config" in values:
+        raise ValueError("it must not name another file by the option config")
     for name, value in values.items():
         parts = value if isinstance(value, list) else [value]
         if any(isinstance(part, dict | list) for part in parts):

@@ -59,7 +59,10 @@ def training_loss(path: Path, lines: list[dict[str, Any]], unit: str) -> None:
         2, figsize=(7, 5), height_ratios=[4, 1], sharex=True, layout="constrained"
     )
     steps, losses = [line["step"] for line in lines], [line["loss"] for line in lines]
-    axes.plot(steps, losses, color=COLOURS[0], lw=0.8, alpha=0.6, label="training, each batch")
+    dot = "." if len(lines) == 1 else None  # of which there is no line to draw
+    axes.plot(
+        steps, losses, color=COLOURS[0], lw=0.8, alpha=0.6, marker=dot, label="training, each batch"
+    )
     held_out = {
         line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line
     }
@@ -73,7 +76,8 @@ def training_loss(path: Path, lines: list[dict[str, Any]], unit: str) -> None:
     )
     axes.set_ylabel(f"loss (nats per {unit})")
     axes.legend(frameon=False, fontsize="small")
-    below.plot(steps, [line["learning_rate"] for line in lines], color="0.4", lw=1)
+    below.plot(steps, [line["learning_rate"] for line in lines], color="0.4", lw=1, marker=dot)
+    below.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     below.set_ylabel("learning rate", fontsize="small")
     below.set_xlabel("step")
     for each in (axes, below):
@@ -171,7 +175,7 @@ def _skip_the_fall(axes: Axes, curves: Curves, model: dict[str, Any]) -> None:
     steps = model["training"]["steps"]
     points = [(s, loss) for runs in curves.values() for c in runs.values() for s, loss in c.items()]
     late = [loss for step, loss in points if step >= steps / 10]
-    if late:
+    if len({step for step, _ in points if step >= steps / 10}) > 1:
         margin = 0.05 * (max(late) - min(late)) or 0.1
         axes.set_ylim(min(late) - margin, max(late) + margin)
 

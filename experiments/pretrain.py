@@ -6,6 +6,7 @@ data included.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -23,10 +24,11 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 import fp4jax as fp4
-from experiments import data, options, plots, zoo
+from experiments import data, folder, options, plots, zoo
 from experiments.checkpoint import Checkpoints, NotSavedError
 from experiments.metrics import Metrics, TensorBoard, read, table
 from experiments.optimization import Training, schedule
+from experiments.pipeline import SEEDS
 from experiments.progress import display
 from experiments.step import all_finite
 from experiments.train import Data, Progress, Run
@@ -82,14 +84,10 @@ class Config:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.late_bf16 <= 1:
             raise ValueError(f"late_bf16 must be above 0 and at most 1, not {self.late_bf16}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, not {self.seed}")
+        if not 0 <= self.seed < SEEDS:
+            raise ValueError(f"seed must be from 0 to {SEEDS - 1}, not {self.seed}")
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"out must be a folder; '{self.out}' is a file")
-
-
-class DifferentRunError(Exception):
-    """The folder holds another run; the message says what differs."""
 
 
 class NonFiniteError(Exception):
@@ -100,28 +98,34 @@ def main(args: Sequence[str] | None = None) -> int:
     """Does the run that the command line asks for, or the rest of it; returns the exit code."""
     config = parse(sys.argv[1:] if args is None else args)
     console = Console()
-    # Orbax logs long tracebacks of what is raised here as one exception.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # Both log long tracebacks of what is raised here as one exception.
+    for name in ("absl", "jax._src.debugging"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         found = zoo.load(
             MODELS[config.model], config.data, config.training.sequence, config.tokenizer
         )
-        _claim(config, found)
-        finished = pretrain(config, found, console)
-        summary = _report(config, found)
-    except (data.DataError, DifferentRunError) as error:
+        with folder.claimed(config.out, described(config, found), FREE, config.tokenizer):
+            return _train_and_report(config, found, console)
+    except (data.DataError, folder.FolderError) as error:
         return _complain(f"error: {error}", UNUSABLE)
-    except NonFiniteError as error:
-        return _complain(f"stopped: {error}", DIVERGED)
     except (NotSavedError, OSError) as error:
         return _complain(f"stopped: {error}; the same command goes on from there", NOT_SAVED)
     except KeyboardInterrupt:
         return INTERRUPTED
-    console.print(Markdown(summary))
-    if finished:
-        console.print(f"Report: {config.out / 'report.md'}", highlight=False, soft_wrap=True)
-    else:
+
+
+def _train_and_report(config: Config, found: Data, console: Console) -> int:
+    try:
+        asked = pretrain(config, found, console)
+    except NonFiniteError as error:
+        _report(config, found)
+        return _complain(f"stopped: {error}", DIVERGED)
+    console.print(Markdown(_report(config, found)))
+    if asked is not None:
         console.print("Stopped on request; the same command goes on from here.")
+        return INTERRUPTED if asked == signal.SIGINT else 0
+    console.print(f"Report: {config.out / 'report.md'}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -133,11 +137,11 @@ def parse(args: Sequence[str]) -> Config:
     return tyro.cli(Config, prog="python -m experiments.pretrain", args=args, default=default)
 
 
-def pretrain(config: Config, found: Data, console: Console) -> bool:
-    """Trains to the end, or until the process is asked to terminate.
+def pretrain(config: Config, found: Data, console: Console) -> int | None:
+    """Trains to the end, or until the process is asked to stop.
 
     Returns:
-      Whether the end was reached.
+      The signal that asked for it; None at the end.
 
     Raises:
       NonFiniteError: if the loss or a parameter is not finite any more.
@@ -146,28 +150,33 @@ def pretrain(config: Config, found: Data, console: Console) -> bool:
     """
     run = make_run(config, found)
     label, per_step = f"{config.model}, {config.recipe}", config.training.batch * found.targets
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with (
-        _Termination() as asked,
+        Stop(say) as stop,
         Checkpoints(config.out / "checkpoints", config.keep) as checkpoints,
     ):
-        if resume(run, checkpoints, lambda text: console.print(text, highlight=False)):
-            console.print(f"going on after step {run.done}", highlight=False)
+        if resume(run, checkpoints, say):
+            say(f"going on after step {run.done}")
         with (
             Metrics(config.out / "metrics.jsonl", after=run.done) as metrics,
             TensorBoard(config.out / "tensorboard", config.tensorboard, run.done) as board,
             display(console, label, run.training.steps, per_step, found.counted) as show,
         ):
-            for progress in run.go(every=config.checkpoint_every, asked=lambda: bool(asked)):
+            if metrics.missing:
+                path = config.out / "metrics.jsonl"
+                say(f"{path} lacks {metrics.missing} of the {run.done} steps that are done")
+            for progress in run.go(every=config.checkpoint_every, asked=stop.asked):
                 lines = _lines(progress, found, run)
                 metrics.write(lines)
                 board.write(lines)
                 show(progress)
                 if not (all(map(math.isfinite, progress.losses)) and all_finite(run.state.params)):
+                    say(f"not finite after step {run.done}: repeating, to find where it began")
                     raise NonFiniteError(where_it_began(config, found, checkpoints, run.done))
                 due = run.done % config.checkpoint_every == 0 or run.done == run.training.steps
-                if run.done and (due or asked):
+                if run.done and (due or stop.asked()):
                     checkpoints.save(run.done, run.state, {"data": run.batches.get_state()})
-    return run.done == run.training.steps
+    return None if run.done == run.training.steps else stop.signal
 
 
 def make_run(config: Config, found: Data, adapt: Callable[[Any], Any] = lambda model: model) -> Run:
@@ -198,16 +207,18 @@ def where_it_began(config: Config, found: Data, checkpoints: Checkpoints, until:
     kept = "there is no checkpoint yet"
     if resume(run, checkpoints, lambda text: None):
         kept = f"the checkpoint of step {run.done} is kept"
+    done = run.done
     try:
         for progress in run.go(every=1):
+            done = progress.step
             if not (all(map(math.isfinite, progress.losses)) and all_finite(run.state.params)):
-                return f"in step {run.done}, outside the quantized layers; {kept}"
-            if run.done == until:
+                return f"in step {done}, outside the quantized layers; {kept}"
+            if done == until:
                 break
     except jax.errors.JaxRuntimeError as error:
         said = [line for line in str(error).splitlines() if "FloatingPointError" in line]
         what = said[0].split("FloatingPointError: ")[-1] if said else str(error)
-        return f"in step {run.done}, {what}; {kept}"
+        return f"in step {done + 1}, {what}; {kept}"
     return f"at step {until}, but not when it was repeated; {kept}"
 
 
@@ -240,22 +251,37 @@ def _lines(progress: Progress, found: Data, run: Run) -> list[dict[str, Any]]:
     return lines
 
 
-class _Termination:
-    """True once the process was sent SIGTERM, which then does not end it."""
+class Stop:
+    """Notes that the process was asked to stop, by SIGTERM or Ctrl-C, which then do not end it.
+
+    A second Ctrl-C does.
+
+    Args:
+      say: tells the user that it was noted.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.signal: int | None = None
 
     def __enter__(self) -> Self:
-        self._asked = False
-        self._before = signal.signal(signal.SIGTERM, self._note)
+        self._before = {n: signal.signal(n, self._note) for n in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *unused: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        if number == signal.SIGINT:
+            if self.signal == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._say("stopping after this step; Ctrl-C again to lose what was not saved")
+        self.signal = number
 
-    def __bool__(self) -> bool:
-        return self._asked
+    def asked(self) -> bool:
+        """Whether to stop."""
+        return self.signal is not None
 
 
 def _complain(text: str, code: int) -> int:
@@ -266,23 +292,15 @@ def _complain(text: str, code: int) -> int:
 def described(config: Config, found: Data) -> dict[str, Any]:
     """A run in plain values: what was asked for, and what follows from the data."""
     asked = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return asked | {"text": found.sha256, "fits": found.fits}
-
-
-def _claim(config: Config, found: Data) -> None:
-    """Notes in the folder what run it holds, or checks that it holds this one."""
-    wanted, path = described(config, found), config.out / "config.json"
-    if path.exists():
-        held = json.loads(path.read_text(encoding="utf-8"))
-        differ = [name for name in wanted if name not in FREE and held.get(name) != wanted[name]]
-        if differ:
-            was = ", ".join(f"{name} {held.get(name)}, not {wanted[name]}" for name in differ)
-            raise DifferentRunError(
-                f"'{config.out}' holds another run: {was}; choose another --out"
-            )
-    else:
-        config.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+    return (
+        asked.pop("training")
+        | asked
+        | {
+            "data_sha256": found.sha256,
+            "fits": found.fits,
+            "unit": found.unit,
+        }
+    )
 
 
 def _report(config: Config, found: Data) -> str:

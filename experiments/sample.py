@@ -1,7 +1,6 @@
 """Text from a checkpoint of a run, token by token."""
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +13,10 @@ import tyro
 from flax import nnx
 from rich.console import Console
 
-from experiments import tokens, zoo
+from experiments import folder, tokens, zoo
 from experiments.checkpoint import Checkpoints
 from experiments.optimization import Training
+from experiments.pipeline import SEEDS
 from experiments.pretrain import UNUSABLE, recipe_of
 from experiments.step import first_state
 
@@ -31,6 +31,8 @@ class Options:
     """What the text begins with."""
     tokens: int = 256
     """How many tokens to add."""
+    tokenizer: Path | None = None
+    """A tokenizers JSON file, for a run on arrays of tokens; other runs have their own."""
     temperature: float = 0.8
     """Above 1 for more surprising text, below for less; 0 takes the most likely token."""
     seed: int = 0
@@ -43,6 +45,11 @@ class Options:
             raise ValueError(f"tokens must be at least 1, not {self.tokens}")
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be from 0 up, not {self.temperature}")
+        if not 0 <= self.seed < SEEDS:
+            raise ValueError(f"seed must be from 0 to {SEEDS - 1}, not {self.seed}")
+
+
+COLD = 1e-6  # a temperature below which the most likely token is all that is left
 
 
 class NoSampleError(Exception):
@@ -53,14 +60,14 @@ def main(args: Sequence[str] | None = None) -> int:
     """Prints what the command line asks for; returns the exit code."""
     asked = tyro.cli(Options, prog="python -m experiments.sample", args=args)
     try:
-        model, vocabulary, window = load(asked.run)
+        model, vocabulary, window = load(asked.run, asked.tokenizer)
         prompt = vocabulary.encode([asked.prompt.encode()])
         if not len(prompt):
             raise NoSampleError(
                 f"the run's tokenizer makes no tokens of the prompt '{asked.prompt}'"
             )
-    except (NoSampleError, tokens.DataError) as error:
-        Console(stderr=True).print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
+    except (NoSampleError, folder.FolderError, tokens.DataError) as error:
+        _warn(f"error: {error}")
         return UNUSABLE
     written = sample(
         model, prompt, asked.tokens, window, vocabulary.vocab_size, asked.temperature, asked.seed
@@ -69,40 +76,48 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load(folder: Path) -> tuple[Any, tokens.Tokens, int]:
+def load(path: Path, named: Path | None = None) -> tuple[Any, tokens.Tokens, int]:
     """The model of a run's newest good checkpoint, its tokens, and the length it was trained on.
 
     It runs by the recipe of the last step, with the averaged parameters where there are some.
 
+    Args:
+      path: the run's folder.
+      named: a tokenizer's file, for a run that has none.
+
     Raises:
-      NoSampleError: there is no such run, no checkpoint, or a model of images.
+      NoSampleError: there is no checkpoint, or no tokenizer, or a model of images.
+      FolderError: there is no such run.
       DataError: the tokenizer cannot be read.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise NoSampleError(f"'{folder}' holds no run of experiments.pretrain: no config.json")
-    described = json.loads(path.read_text(encoding="utf-8"))
-    training = Training(**described["training"])
+    described = folder.read(path)
+    training = Training(**{f.name: described[f.name] for f in dataclasses.fields(Training)})
     preset = zoo.MODELS[described["model"]]
     if preset.sees_images:
         raise NoSampleError(f"the model '{described['model']}' sees images and writes no text")
+    tokenizer = path / "tokenizer.json" if described["tokenizer"] else named
+    if tokenizer is None and described["unit"] != "byte":
+        raise NoSampleError(f"'{path}' was trained on tokens as they were: name their tokenizer")
     recipe = recipe_of(described["recipe"], described["late_bf16"], training.steps)
 
     def model_at(step: int) -> Any:
         return zoo.make_model(preset, described["fits"], recipe, described["seed"], step)
 
     found = None
-    if (folder / "checkpoints").is_dir():
+    if (path / "checkpoints").is_dir():
         # The run may be going on.
-        with Checkpoints(folder / "checkpoints", described["keep"], owner=False) as checkpoints:
-            found = checkpoints.restore(first_state(model_at(0), training), print)
+        with Checkpoints(path / "checkpoints", described["keep"], owner=False) as checkpoints:
+            found = checkpoints.restore(first_state(model_at(0), training), _warn)
     if found is None:
-        raise NoSampleError(f"'{folder}' has no checkpoint yet")
+        raise NoSampleError(f"'{path}' has no checkpoint yet")
     step, state, _ = found
     model = model_at(step - 1)
     nnx.update(model, state.measured, state.rest)
-    named = described["tokenizer"]
-    return model, tokens.load(Path(named) if named else None), training.sequence
+    return model, tokens.load(tokenizer), training.sequence
+
+
+def _warn(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def sample(
@@ -131,10 +146,10 @@ def sample(
     @jax.jit
     def choose(seen: jax.Array, last: jax.Array, number: jax.Array) -> jax.Array:
         logits = nnx.merge(graphdef, state, copy=True)(seen[None])[0, last, :vocab_size]
-        if temperature == 0:
+        if temperature < COLD:
             return jnp.argmax(logits)
         key = jax.random.fold_in(jax.random.key(seed), number)
-        return jax.random.categorical(key, logits / temperature)
+        return jax.random.categorical(key, (logits - jnp.max(logits)) / temperature)
 
     text = np.concatenate([prompt, np.zeros(count, prompt.dtype)]).astype(np.int32)
     for end in range(len(prompt), len(text)):

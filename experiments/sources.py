@@ -193,6 +193,8 @@ def find(source: str) -> list[Path]:
       DataError: there are none.
     """
     path = Path(source)
+    if not source:
+        raise DataError(f"'' names no file or folder; {_allowed()}")
     if path.is_file():
         return [path]
     if path.is_dir():

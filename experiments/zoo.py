@@ -99,6 +99,9 @@ def load(
       DataError: it cannot be read or used.
     """
     if not preset.sees_images:
+        for path in paths:
+            if path == images.DIGITS or path.lower().endswith(images.ENDING):
+                raise data.DataError(f"'{path}' is a set of images, which --model vit takes")
         return data.load(paths, sequence, tokenizer)
     if tokenizer is not None:
         raise data.DataError(f"images have no tokens: leave out the tokenizer '{tokenizer}'")

@@ -69,10 +69,20 @@ def test_without_a_file_the_command_line_is_all():
     assert options.with_file(["--steps", "3"]) == ["--steps", "3"]
 
 
-def test_a_file_may_be_named_with_an_equals_sign_and_the_last_one_counts(file):
+def test_a_file_may_be_named_with_an_equals_sign(file):
     named = file('recipe = "mxfp8"')
-    for args in ([f"--config={named[1]}"], ["--config", "missing.toml", *named]):
-        assert pretrain.parse(args).recipe == "mxfp8"
+    assert pretrain.parse([f"--config={named[1]}"]).recipe == "mxfp8"
+
+
+def test_one_file_is_all(file, capsys):
+    """Neither a second one on the command line nor one named in the first is left out in silence."""
+    named = file('recipe = "mxfp8"')
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.parse([*named, f"--config={named[1]}"])
+    assert "--config is given more than once" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.parse(file('config = "other.toml"'))
+    assert "must not name another file" in capsys.readouterr().err
 
 
 def test_values_are_those_of_the_last_time_an_option_was_given():

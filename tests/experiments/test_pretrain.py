@@ -68,12 +68,13 @@ def text(tmp_path_factory):
 def run(tmp_path, text):
     """Does a run, or the rest of it: exit code, and what does not depend on the clock, by step."""
 
-    def do(name, *options):
+    def do(name, *options, complete=True):
         out = tmp_path / name
         data = [] if "nano_vit" in options else ["--data", text]
         code = pretrain.main([*SMALL, *data, "--out", str(out), *options])
         lines = read(out / "metrics.jsonl")
-        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        if complete:
+            assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
         clocked = {"tokens_per_second", "images_per_second"}
         return code, [{k: v for k, v in line.items() if k not in clocked} for line in lines]
 
@@ -107,6 +108,15 @@ def interrupt():
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def press_ctrl_c_twice():
+    press_ctrl_c()
+    press_ctrl_c()
 
 
 @pytest.mark.parametrize(
@@ -144,18 +154,38 @@ def test_a_late_switch_changes_what_follows_and_nothing_before(run):
     assert losses[0][4] != losses[1][4]
 
 
-def test_sigterm_saves_and_exits_cleanly(run, monkeypatch, tmp_path, capsys):
-    before = signal.getsignal(signal.SIGTERM)
-    at_step(monkeypatch, 4, terminate)
+@pytest.mark.parametrize(("ask", "expected"), [(terminate, 0), (press_ctrl_c, 130)])
+def test_who_is_asked_to_stop_saves_and_exits(run, monkeypatch, tmp_path, capsys, ask, expected):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    at_step(monkeypatch, 4, ask)
     code, part = run("stopped")
-    assert code == 0 and len(part) == 5
+    assert code == expected and len(part) == 5
     assert (tmp_path / "stopped" / "checkpoints" / "5").is_dir()
     assert "the same command goes on from here" in capsys.readouterr().out
     code, whole = run("stopped")
     assert code == 0
     assert "going on after step 5" in capsys.readouterr().out
     assert whole == run("straight")[1]
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_second_ctrl_c_ends_at_once(run, monkeypatch, tmp_path):
+    at_step(monkeypatch, 4, press_ctrl_c_twice)
+    code, part = run("stopped")
+    assert code == 130 and len(part) == 3
+    assert not (tmp_path / "stopped" / "checkpoints" / "5").exists()
+
+
+def test_lost_lines_of_metrics_are_said(run, tmp_path, capsys):
+    """Those that are left are kept, and none is there twice."""
+    options = ("--steps", "6")
+    assert run("mine", *options)[0] == 0
+    path = tmp_path / "mine" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[0], lines[1], "\0\0\n", *lines[3:]]))
+    assert run("mine", *options, complete=False)[0] == 0
+    assert "metrics.jsonl lacks 1 of the 6 steps that are done" in capsys.readouterr().out
+    assert path.read_text() == "".join(lines[:2] + lines[3:])
 
 
 @pytest.mark.parametrize("damage", ["cut short", "a bit flipped"])
@@ -230,7 +260,7 @@ def test_a_folder_holds_one_run(run, capsys):
         (["--recipe", "fp5"], "unknown recipe 'fp5'; allowed: bf16"),
         (["--checkpoint-every", "0"], "checkpoint_every must be at least 1, not 0"),
         (["--late-bf16", "0"], "late_bf16 must be above 0 and at most 1, not 0.0"),
-        (["--seed", "-1"], "seed must be at least 0, not -1"),
+        (["--seed", "-1"], "seed must be from 0 to 4294967295, not -1"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(options, message, capsys):

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import fp4jax as fp4
 from experiments import images, pretrain, sample, tokens, zoo
 from experiments.checkpoint import Checkpoints
+from experiments.folder import FolderError
 from experiments.optimization import Training
 from experiments.sample import NoSampleError
 from fp4jax.models import TransformerConfig
@@ -129,10 +130,20 @@ def describe(folder, config, found):
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(NoSampleError, match="holds no run of"):
+        with pytest.raises(FolderError, match="holds no run"):
             sample.load(folder)
         assert sample.main(["--run", str(folder)]) == 2
         assert f"error: '{folder}' holds no run" in capsys.readouterr().err
+
+
+def test_tokens_as_they_were_need_their_tokenizer(tmp_path, nano):
+    np.save(tmp_path / "tokens.npy", np.arange(5000, dtype=np.uint8))
+    found = zoo.load(zoo.MODELS["nano"], [str(tmp_path / "tokens.npy")], sequence=16)
+    describe(tmp_path / "run", pretrain.Config.of("nano"), found)
+    with pytest.raises(NoSampleError, match="was trained on tokens as they were"):
+        sample.load(tmp_path / "run")
+    with pytest.raises(NoSampleError, match="has no checkpoint yet"):
+        sample.load(tmp_path / "run", tmp_path / "theirs.json")
 
 
 def test_a_run_of_images_is_refused(tmp_path):
@@ -144,13 +155,13 @@ def test_a_run_of_images_is_refused(tmp_path):
 @pytest.fixture
 def begun(tmp_path, nano):
     """A run in the folder "run" that will switch from NVFP4 to BF16 after step 2 of 4."""
-    np.save(tmp_path / "tokens.npy", np.arange(5000, dtype=np.uint8))
+    (tmp_path / "text").write_bytes(bytes(range(1, 256)) * 20)
     config = dataclasses.replace(
         pretrain.Config.of("nano"),
         late_bf16=0.5,
         training=Training(steps=4, batch=2, sequence=16, ema=0.5),
     )
-    found = zoo.load(zoo.MODELS["nano"], [str(tmp_path / "tokens.npy")], sequence=16)
+    found = zoo.load(zoo.MODELS["nano"], [str(tmp_path / "text")], sequence=16)
     describe(tmp_path / "run", config, found)
     return pretrain.make_run(config, found)
 
@@ -183,7 +194,7 @@ def test_a_prompt_without_tokens_is_refused(monkeypatch, capsys):
     tokenizer = Tokenizer(models.WordLevel({"one": 0}))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     vocabulary = tokens.Pieces(tokenizer, vocab_size=1)
-    monkeypatch.setattr(sample, "load", lambda folder: (Sum(), vocabulary, 5))
+    monkeypatch.setattr(sample, "load", lambda *named: (Sum(), vocabulary, 5))
     assert sample.main(["--prompt", "  "]) == 2
     assert "the run's tokenizer makes no tokens of the prompt '  '" in capsys.readouterr().err
 
