@@ -75,7 +75,7 @@ def test_a_file_may_be_named_with_an_equals_sign(file):
 
 
 def test_one_file_is_all(file, capsys):
-    """Neither a second one on the command line nor one named in the first is left out in silence."""
+    """Neither a second one nor one that the first names is left out in silence."""
     named = file('recipe = "mxfp8"')
     with pytest.raises(SystemExit, match="2"):
         pretrain.parse([*named, f"--config={named[1]}"])

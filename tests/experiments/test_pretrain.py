@@ -178,13 +178,12 @@ def test_a_second_ctrl_c_ends_at_once(run, monkeypatch, tmp_path):
 
 def test_lost_lines_of_metrics_are_said(run, tmp_path, capsys):
     """Those that are left are kept, and none is there twice."""
-    options = ("--steps", "6")
-    assert run("mine", *options)[0] == 0
+    assert run("mine")[0] == 0
     path = tmp_path / "mine" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], lines[0], lines[1], "\0\0\n", *lines[3:]]))
-    assert run("mine", *options, complete=False)[0] == 0
-    assert "metrics.jsonl lacks 1 of the 6 steps that are done" in capsys.readouterr().out
+    assert run("mine", complete=False)[0] == 0
+    assert "metrics.jsonl lacks 1 of the 9 steps that are done" in capsys.readouterr().out
     assert path.read_text() == "".join(lines[:2] + lines[3:])
 
 
@@ -244,8 +243,8 @@ def test_numbers_that_go_non_finite_stop_the_run_and_say_where(run, tmp_path, ca
 
 
 def test_a_folder_holds_one_run(run, capsys):
-    assert run("mine", "--steps", "3")[0] == 0
-    code, _ = run("mine", "--steps", "3", "--seed", "1", "--keep", "1")
+    assert run("mine")[0] == 0
+    code, _ = run("mine", "--seed", "1", "--keep", "1")
     assert code == pretrain.UNUSABLE
     assert "holds another run: seed 0, not 1" in capsys.readouterr().err
 
