@@ -51,7 +51,7 @@ def display(
 
 
 class _Clock:
-    """Words for a progress; the time left is reckoned from the time since the first one."""
+    """Words for a progress; the time left is reckoned from the time since the first steps."""
 
     def __init__(self, steps: int, per_step: int, counted: str) -> None:
         self.steps, self.per_step, self.counted = steps, per_step, counted
@@ -60,9 +60,6 @@ class _Clock:
 
     def describe(self, progress: Progress) -> str:
         now = time.monotonic()
-        if self.began is None:
-            # The first steps of a run that goes on are behind it when this is first called.
-            self.began = now - progress.seconds, progress.step - len(progress.losses)
         if progress.evaluation is not None:
             self.validation = float(progress.evaluation.loss)
         words = [f"step {progress.step}/{self.steps}"]
@@ -72,6 +69,8 @@ class _Clock:
             words.append(f"val {self.validation:.3f}")
         if progress.losses:
             rate = len(progress.losses) * self.per_step / progress.seconds
+            if self.began is None:  # not before: the time that compilation took does not come again
+                self.began = now - progress.seconds, progress.step - len(progress.losses)
             when, first = self.began
             left = (now - when) * (self.steps - progress.step) / (progress.step - first)
             words += [f"{rate:,.0f} {self.counted}/s", f"{_minutes(left)} left"]

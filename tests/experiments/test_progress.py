@@ -75,8 +75,9 @@ def test_lines_that_are_not_printed_still_count(lines):
         steps=100,
         per_step=10,
     )
-    # 99 seconds for 20 of 100 steps: 396 more, and the validation loss is that of step 10.
-    assert found[2:] == ["run: step 20/100  loss 2.000  val 3.000  10 tok/s  6:36 left"]
+    # The first steps began at -9: 108 seconds for 20 of 100, 432 more. The validation loss is that
+    # of step 10.
+    assert found[2:] == ["run: step 20/100  loss 2.000  val 3.000  10 tok/s  7:12 left"]
 
 
 def test_the_time_left_of_a_run_that_goes_on_is_reckoned_from_there(lines):
