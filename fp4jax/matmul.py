@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from fp4jax.gather import Gather
 from fp4jax.linear import STREAMS, Spec, linear
 from fp4jax.manual import varying_alike
 from fp4jax.products import Dense
@@ -27,6 +28,7 @@ def dot_general(
     recipe: Recipe,
     key: Array | None = None,
     preferred_element_type: Any = None,
+    gather: Gather | None = None,
 ) -> Array:
     """`jax.lax.dot_general` with quantized products in both passes.
 
@@ -42,6 +44,7 @@ def dot_general(
       key: a JAX PRNG key; needed if the recipe rounds stochastically, else unused.
       preferred_element_type: dtype of the result; by default the promoted dtype of both sides.
         Products accumulate in float32 whatever it is.
+      gather: how ``rhs`` lies on a mesh, if its shards are to travel quantized.
 
     Returns:
       Batch, then free lhs, then free rhs axes. Cotangents have the dtypes of ``lhs`` and ``rhs``
@@ -49,12 +52,12 @@ def dot_general(
 
     Raises:
       TypeError: if an argument is not floating-point or the recipe is not a `Recipe`.
-      ValueError: if the key is missing.
+      ValueError: if the key is missing, or ``gather`` does not fit ``rhs`` or the mesh.
       NotImplementedError: for second derivatives.
     """
     check_product(lhs, rhs, recipe, preferred_element_type)
     words = random_words(recipe, key)
-    return multiply(lhs, rhs, dimension_numbers, recipe, words, preferred_element_type)
+    return multiply(lhs, rhs, dimension_numbers, recipe, words, preferred_element_type, gather)
 
 
 def multiply(
@@ -64,6 +67,7 @@ def multiply(
     recipe: Recipe,
     words: Array | None,
     preferred_element_type: Any,
+    gather: Gather | None = None,
 ) -> Array:
     """`dot_general` of checked arguments; without words what draws random bits raises."""
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
@@ -81,8 +85,12 @@ def multiply(
     lhs_free = _others(lhs.ndim, lhs_batch, lhs_contract)
     rhs_free = _others(rhs.ndim, rhs_batch, rhs_contract)
     x = _grouped(lhs, (lhs_batch, lhs_free, lhs_contract))
-    w = _grouped(rhs, (rhs_batch, rhs_contract, rhs_free))
-    spec = Spec(recipe, np.dtype(result.dtype), np.dtype(lhs.dtype), np.dtype(rhs.dtype))
+    rhs_groups = (rhs_batch, rhs_contract, rhs_free)
+    w = _grouped(rhs, rhs_groups)
+    if gather is not None:
+        gather = gather.grouped(rhs.shape, rhs_groups if rhs_batch else rhs_groups[1:])
+    out_dtype, lhs_dtype, rhs_dtype = (np.dtype(a.dtype) for a in (result, lhs, rhs))
+    spec = Spec(recipe, out_dtype, lhs_dtype, rhs_dtype, gather)
     x, w, words = varying_alike(x, w, words)
     return linear(spec, x, w, words, Dense()).reshape(result.shape)
 
