@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from fp4jax.qtensor import QTensor
 
@@ -80,6 +80,12 @@ class Gather:
                 raise ValueError(
                     f"{self} names {missing}, which the mesh does not have: it has "
                     f"{list(mesh.axis_names)} (jax.set_mesh says which mesh a program runs on)"
+                )
+            kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+            if any(kinds[name] != AxisType.Auto for name in names):
+                raise ValueError(
+                    f"{self} needs mesh axes of type Auto, which the compiler divides arrays along; "
+                    f"the mesh has {kinds}"
                 )
             shards = math.prod(mesh.shape[name] for name in names)
             if shards > 1 and size % (shards * together):

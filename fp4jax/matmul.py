@@ -13,6 +13,7 @@ from fp4jax.linear import STREAMS, Spec, linear
 from fp4jax.manual import varying_alike
 from fp4jax.products import Dense
 from fp4jax.recipe import Recipe
+from fp4jax.refuse import refuse_explicit
 from fp4jax.rounding import key_words
 
 DimensionNumbers = tuple[
@@ -67,7 +68,7 @@ def multiply(
     recipe: Recipe,
     words: Array | None,
     preferred_element_type: Any,
-    gather: Gather | None = None,
+    gather: Gather | None,
 ) -> Array:
     """`dot_general` of checked arguments; without words what draws random bits raises."""
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
@@ -96,7 +97,7 @@ def multiply(
 
 
 def check_product(lhs: Array, rhs: Array, recipe: Recipe, preferred_element_type: Any) -> None:
-    """Raises TypeError unless both are floating-point arrays and the rest is what it must be."""
+    """Raises TypeError or ValueError unless both arguments and the rest are what they must be."""
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a Recipe such as fp4jax.recipes.nvfp4(), not {recipe!r}")
     for name, array in (("lhs", lhs), ("rhs", rhs)):
@@ -104,6 +105,7 @@ def check_product(lhs: Array, rhs: Array, recipe: Recipe, preferred_element_type
             raise TypeError(f"{name} must be an array, not {type(array).__name__}")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating-point, not {array.dtype}{list(array.shape)}")
+        refuse_explicit(**{name: jnp.asarray(array)})
     if preferred_element_type is not None and not jnp.issubdtype(
         preferred_element_type, jnp.floating
     ):
