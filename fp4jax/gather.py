@@ -84,7 +84,7 @@ class Gather:
             kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
             if any(kinds[name] != AxisType.Auto for name in names):
                 raise ValueError(
-                    f"{self} needs mesh axes of type Auto, which the compiler divides arrays along; "
+                    f"{self} needs mesh axes of type Auto, which the compiler may use; "
                     f"the mesh has {kinds}"
                 )
             shards = math.prod(mesh.shape[name] for name in names)

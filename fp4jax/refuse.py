@@ -38,7 +38,7 @@ def refuse_explicit(**arrays: Array) -> None:
     for name, array in arrays.items():
         if any(jax.typeof(array).sharding.spec):
             raise ValueError(
-                f"{name} is {jax.typeof(array)}, divided along mesh axes of type Explicit; make the "
-                "mesh with axis_types=(jax.sharding.AxisType.Auto, ...), or call this inside "
+                f"{name} is {jax.typeof(array)}, divided along mesh axes of type Explicit; make "
+                "the mesh with axis_types=(jax.sharding.AxisType.Auto, ...), or call this inside "
                 "jax.sharding.auto_axes"
             )

@@ -193,3 +193,23 @@ def test_products_and_gradients(name):
     for mine, single in zip(got[1:], expected[1:], strict=True):
         # float32 sums of 96 numbers in another order; another code would be 1e-3 away.
         np.testing.assert_allclose(mine, single, rtol=0, atol=1e-6 * np.abs(single).max())
+
+
+def test_explicit_axes_are_refused_and_auto_axes_lets_them_in():
+    mesh = mesh_of({"fsdp": 4, "tensor": 2}, AxisType.Explicit)
+    x, w = uneven((96, 64)), uneven((64, 32))
+    x_sharded = jax.device_put(x, NamedSharding(mesh, P("fsdp", "tensor")))
+    with pytest.raises(ValueError, match=r"x is float32\[96@fsdp,64@tensor\], divided along"):
+        fp4.quantize(x_sharded, ROW)
+    with pytest.raises(ValueError, match=r"lhs is .* call this inside jax\.sharding\.auto_axes"):
+        fp4.matmul(x_sharded, w, recipe=NEAREST)
+    with pytest.raises(ValueError, match="rhs is "):
+        fp4.ragged_dot(w.T, x_sharded.reshape(1, 96, 64).swapaxes(1, 2), SIZES[:1], recipe=NEAREST)
+    with jax.set_mesh(mesh):
+        inside = jax.sharding.auto_axes(
+            lambda x: fp4.fake_quantize(x, SQUARE), out_sharding=P("fsdp", "tensor")
+        )
+        got = inside(x_sharded)
+        undivided = fp4.quantize(x, ROW)
+    assert_same_bytes(undivided, fp4.quantize(x, ROW))
+    assert_same_bytes(got, fp4.fake_quantize(x, SQUARE))
