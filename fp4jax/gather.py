@@ -9,9 +9,11 @@ of 16 or 32, once in Fprop and once in Dgrad. The bits are those of one device.
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
@@ -28,19 +30,28 @@ class Gather:
       spec: of the weight as it is given to the product, its gradient and its quantized copies
         between the passes: ``P("fsdp", "tensor")``.
       axis: the mesh axis to gather over; along all others the weight stays in shards.
+      gradient_dtype: in which devices add their parts of the weight's gradient, float32 or
+        bfloat16. The parts themselves are summed in float32, and so is everything in
+        `fp4jax.ragged_dot`, which refuses another dtype. XLA on CPUs adds in float32 all the same.
 
     Raises:
-      ValueError: if ``spec`` does not use the axis.
+      ValueError: if ``spec`` does not use the axis, or for another dtype.
     """
 
     spec: PartitionSpec
     axis: str = "fsdp"
+    gradient_dtype: Any = np.float32
 
     def __post_init__(self) -> None:
         if not isinstance(self.spec, PartitionSpec):
             raise TypeError(f"spec must be a jax.P, not {self.spec!r}")
         if not any(self.axis in _names(entry) for entry in self.spec):
             raise ValueError(f"axis {self.axis!r} is not in {self.spec}: nothing would be gathered")
+        object.__setattr__(self, "gradient_dtype", np.dtype(self.gradient_dtype))
+        if self.gradient_dtype not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(
+                f"gradient_dtype must be float32 or bfloat16, not {self.gradient_dtype}"
+            )
 
     def grouped(self, shape: Sequence[int], groups: Sequence[Sequence[int]]) -> "Gather":
         """For the weight with each group of its axes flattened to one axis, in that order.
@@ -63,7 +74,7 @@ class Gather:
                     f"product flattens behind another: of {list(group)} only the first can be"
                 )
             flat.append(entries[long[0]] if long else None)
-        return Gather(PartitionSpec(*flat), self.axis)
+        return dataclasses.replace(self, spec=PartitionSpec(*flat))
 
     def check(self, shape: Sequence[int], block: Sequence[int]) -> None:
         """Raises ValueError unless every shard of a weight of ``shape`` is whole blocks.
@@ -102,7 +113,7 @@ class Gather:
     def reduce(self, gradient: Array) -> Array:
         """The sum of all devices' parts of the weight's gradient, in the weight's shards.
 
-        In the dtype of ``gradient``. Said in two steps, a sum and a choice of shards, which GPUs
+        Said in two steps, a sum and a choice of shards, which GPUs
         and TPUs do as one reduce-scatter: else the compiler may prefer to move activations.
         """
         return self.lay(lax.with_sharding_constraint(gradient, self._without_axis(self.spec)))

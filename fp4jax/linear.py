@@ -143,9 +143,11 @@ def _backward(
 
     dy_operand = _operand(dy, wgrad.rhs, -2, words, _WGRAD_RHS, layout.row_groups)
     if isinstance(x_kept, QTensor):
-        dw = layout.weights(x_kept.operand(), dy_operand, -1, -2)
+        x_operand, contract = x_kept.operand(), -1
     else:
-        dw = layout.weights(Operand(x_kept, None), dy_operand, -2, -2)
+        x_operand, contract = Operand(x_kept, None), -2
+    parts = np.float32 if gather is None else gather.gradient_dtype
+    dw = layout.weights(x_operand, dy_operand, contract, -2, parts)
     if gather is not None:
         dw = gather.reduce(dw)
     return dx.astype(spec.lhs_dtype), dw.astype(spec.rhs_dtype)
