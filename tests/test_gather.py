@@ -168,6 +168,11 @@ PRODUCTS = {
         P(None, "fsdp"),
         lambda w, **kwargs: fp4.matmul(X, w, recipe=TALL_NEAREST, **kwargs),
     ),
+    "matmul, vmapped": (
+        (2, 64, 128),
+        P(None, "fsdp"),
+        lambda w, **kwargs: jax.vmap(lambda w: fp4.matmul(X, w, recipe=TALL_NEAREST, **kwargs))(w),
+    ),
     "einsum, heads flattened": (
         (4, 16, 128),
         P(None, None, "fsdp"),
@@ -292,6 +297,14 @@ def test_a_mesh_is_needed_with_axes_of_type_auto():
     explicit = mesh_of(AxisType.Explicit, fsdp=4)
     with jax.set_mesh(explicit), pytest.raises(ValueError, match="axes of type Auto"):
         multiply(spec=P("fsdp"))
+    with pytest.raises(ValueError, match="axes of type Auto"):
+        jax.shard_map(
+            lambda: multiply(spec=P("fsdp")), mesh=mesh_of(fsdp=4), in_specs=(), out_specs=None
+        )()
+    ragged = PRODUCTS["ragged_dot"][2]
+    gather = fp4.Gather(P(None, "fsdp"), gradient_dtype="bfloat16")
+    with pytest.raises(NotImplementedError, match="grouped products add their parts in float32"):
+        gathered_u8(lambda w: cube(ragged(w, gather=gather)), jnp.ones((2, 64, 64)))
     with pytest.raises(TypeError, match="spec must be"):
         fp4.Gather("fsdp")
     with pytest.raises(TypeError, match="gather must be Gather"):
