@@ -113,6 +113,14 @@ def test_axes_that_the_mesh_does_not_divide(axes, spec):
     check(axes, spec, SHAPES[1], jnp.float32, CORE)
 
 
+@pytest.mark.parametrize("shape", [(16, 32), (32, 16)])
+def test_shards_smaller_than_a_word_of_codes(shape):
+    """Of 4 or 2 elements, where 8 codes are packed at once."""
+    spec = P(None, "data") if shape[1] == 32 else P("data")
+    check({"data": 8}, spec, shape, jnp.float32, ("row",))
+    check({"data": 8}, P(*spec[::-1]), shape, jnp.float32, ("row",))
+
+
 @pytest.mark.usefixtures("compile_fast")
 def test_every_format_and_scale_rule():
     check(*LAYOUTS[6], SHAPES[0], jnp.float32, tuple(QUANTIZERS.keys() - set(CORE)))
