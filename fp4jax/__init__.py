@@ -19,6 +19,7 @@ from fp4jax.formats import MXFP8_E5M2 as MXFP8_E5M2
 from fp4jax.formats import NVFP4 as NVFP4
 from fp4jax.formats import NVINT4 as NVINT4
 from fp4jax.formats import Format as Format
+from fp4jax.gather import Gather as Gather
 from fp4jax.hadamard import Hadamard as Hadamard
 from fp4jax.hooks import ConvGeneralDilated as ConvGeneralDilated
 from fp4jax.hooks import DotGeneral as DotGeneral

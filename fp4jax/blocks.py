@@ -7,7 +7,6 @@ block and its maximum a scalar.
 """
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from fp4jax.rounding import bits_float, float_bits
@@ -38,10 +37,7 @@ def amax(x: Array, window: Window | None) -> Array:
     if height > 1:
         x = largest(x.reshape(*batch, rows // height, height, columns), -2)
     if width > 1:
-        # One reduction that takes magnitudes as it goes: on CPUs a maximum over |x| along a short
-        # last axis first writes |x| to memory, several times slower for large arrays.
-        blocks = x.reshape(*x.shape[:-1], columns // width, width)
-        x = lax.reduce(blocks, np.float32(0), _larger_magnitude, (blocks.ndim - 1,))
+        x = largest(x.reshape(*x.shape[:-1], columns // width, width), -1)
     return x
 
 
@@ -49,13 +45,10 @@ def largest(x: Array, *axes: int) -> Array:
     """The largest magnitude of float32 ``x`` over the axes, or over all; NaN if there is one.
 
     As integers magnitudes have the same order, with NaN above all numbers. XLA's maximum of
-    floats on CPUs loses a NaN where the axis is long.
+    floats on CPUs loses a NaN where the axis is long. A plain maximum, and not a reduction by a
+    function of ours, is one that devices can share out: a block may lie on several.
     """
     return bits_float(jnp.max(float_bits(jnp.abs(x)), axes or None))
-
-
-def _larger_magnitude(a: Array, b: Array) -> Array:
-    return bits_float(jnp.maximum(float_bits(jnp.abs(a)), float_bits(jnp.abs(b))))
 
 
 def expand(per_block: Array, window: Window | None) -> Array:

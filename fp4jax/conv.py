@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fp4jax.gather import Gather
 from fp4jax.matmul import multiply
 from fp4jax.recipe import Recipe
 
@@ -22,6 +23,7 @@ def convolve(
     recipe: Recipe,
     words: Array | None,
     dtype: Any,
+    gather: Gather | None,
 ) -> Array:
     """`jax.lax.conv_general_dilated` of one feature group with quantized products in both passes.
 
@@ -43,6 +45,8 @@ def convolve(
     )
     kernel = lax.transpose(rhs, (in_features, *window, out_features))
     kernel = kernel.reshape(math.prod(kernel.shape[:-1]), -1)
+    if gather is not None:
+        gather = gather.grouped(rhs.shape, ((in_features, *window), (out_features,)))
     contract = ((numbers.out_spec[1],), (0,))
-    y = multiply(patches, kernel, (contract, ((), ())), recipe, words, dtype)
+    y = multiply(patches, kernel, (contract, ((), ())), recipe, words, dtype, gather)
     return jnp.moveaxis(y, -1, numbers.out_spec[1])

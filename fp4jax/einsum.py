@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import opt_einsum
 from jax import Array, lax
 
+from fp4jax.gather import Gather
 from fp4jax.matmul import check_product, multiply, random_words
 from fp4jax.products import promoted
 from fp4jax.recipe import Recipe
@@ -20,6 +21,7 @@ def einsum(
     recipe: Recipe,
     key: Array | None = None,
     preferred_element_type: Any = None,
+    gather: Gather | None = None,
 ) -> Array:
     """`jax.numpy.einsum` with quantized products in both passes.
 
@@ -34,6 +36,7 @@ def einsum(
       recipe: what becomes of each operand.
       key: a JAX PRNG key, needed if the recipe rounds stochastically.
       preferred_element_type: dtype of the result; by default the promoted dtype of all operands.
+      gather: how the second of two operands lies on a mesh, if its shards are to travel quantized.
 
     Raises:
       TypeError: if an operand is not a floating-point array or the recipe is not a `Recipe`.
@@ -53,7 +56,7 @@ def einsum(
         step_key = key if key is None or step == 0 else jax.random.fold_in(key, step)
         return random_words(recipe, step_key)
 
-    return contract(subscripts, operands, recipe, draw, dtype)
+    return contract(subscripts, operands, recipe, draw, dtype, gather)
 
 
 def contract(
@@ -62,8 +65,11 @@ def contract(
     recipe: Recipe,
     draw: Callable[[int], Array | None],
     dtype: Any,
+    gather: Gather | None,
 ) -> Array:
     """`einsum` of checked arguments; ``draw`` gives the random words of each step."""
+    if gather is not None and len(operands) != 2:
+        raise ValueError(f"gather is of the second of two operands; there are {len(operands)}")
     _, path = opt_einsum.contract_path(subscripts, *operands, einsum_call=True)
     remaining = list(enumerate(operands))  # with their places, which decide who is lhs
     for step, (indices, _, contraction, *_) in enumerate(path):
@@ -76,7 +82,7 @@ def contract(
         if len(factors) != 2:
             raise ValueError(f"subscripts {subscripts!r} leave an operand without a product")
         (place, x, x_term), (_, w, w_term) = factors
-        y = _pair(x, x_term, w, w_term, result, recipe, draw(step), dtype)
+        y = _pair(x, x_term, w, w_term, result, recipe, draw(step), dtype, gather)
         remaining.append((place, y))
     return remaining[0][1]
 
@@ -88,6 +94,7 @@ def matmul(
     recipe: Recipe,
     key: Array | None = None,
     preferred_element_type: Any = None,
+    gather: Gather | None = None,
 ) -> Array:
     """`jax.numpy.matmul` with quantized products in both passes; ``b`` is the weight.
 
@@ -97,6 +104,7 @@ def matmul(
       recipe: what becomes of each operand.
       key: a JAX PRNG key, needed if the recipe rounds stochastically.
       preferred_element_type: dtype of the result; by default the promoted dtype of both.
+      gather: how ``b`` lies on a mesh, if its shards are to travel quantized.
 
     Returns:
       [..., M, N], without the axis that a vector lacks.
@@ -116,7 +124,8 @@ def matmul(
         raise ValueError(f"matmul contracts axes of one length, not shapes {a.shape}, {b.shape}")
     jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     dtype = preferred_element_type or promoted(a, b)
-    return _pair(a, a_term, b, b_term, result, recipe, random_words(recipe, key), dtype)
+    words = random_words(recipe, key)
+    return _pair(a, a_term, b, b_term, result, recipe, words, dtype, gather)
 
 
 def _pair(
@@ -128,18 +137,22 @@ def _pair(
     recipe: Recipe,
     words: Array | None,
     dtype: Any,
+    gather: Gather | None,
 ) -> Array:
     """One product, x the activation; every index is a single letter and none is an ellipsis."""
+    given = w_term
     (x, x_term), (w, w_term) = _squeezed(x, x_term, w, w_term), _squeezed(w, w_term, x, x_term)
     x, x_term = _own_part(x, x_term, w_term + result)
     w, w_term = _own_part(w, w_term, x_term + result)
+    if gather is not None and w_term != given:
+        raise ValueError(f"gather is of a weight {given!r} whose every axis a product uses once")
     both = [i for i in x_term if i in w_term]
     batch, contract = [i for i in both if i in result], [i for i in both if i not in result]
     dimensions = tuple(
         tuple(tuple(term.index(i) for i in indices) for term in (x_term, w_term))
         for indices in (contract, batch)
     )
-    y = multiply(x, w, dimensions, recipe, words, dtype)  # type: ignore[arg-type]
+    y = multiply(x, w, dimensions, recipe, words, dtype, gather)  # type: ignore[arg-type]
     kept = [*batch, *(i for i in x_term + w_term if i not in both)]
     return lax.transpose(y, [kept.index(i) for i in result])
 

@@ -1,6 +1,7 @@
 """Quantized products as values, in the shapes that Flax's and NumPy's hooks call.
 
-Each is a frozen dataclass around a `Recipe`, hashable and so static under ``jit``. The result has
+Each is a frozen dataclass around a `Recipe`, hashable and so static under ``jit``, and a `Gather`
+if the kernel lies in shards that are to travel quantized. The result has
 the dtype of ``lhs`` unless another is asked for: Flax layers cast the activation to the dtype they
 compute in.
 
@@ -21,6 +22,7 @@ from jax import Array, lax
 
 from fp4jax.conv import convolve
 from fp4jax.einsum import contract
+from fp4jax.gather import Gather
 from fp4jax.matmul import DimensionNumbers, check_product, multiply, random_words
 from fp4jax.products import promoted
 from fp4jax.ragged import group_product
@@ -30,12 +32,15 @@ from fp4jax.recipe import Recipe
 @dataclasses.dataclass(frozen=True)
 class _Hook:
     recipe: Recipe
+    gather: Gather | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
             raise TypeError(
                 f"recipe must be a Recipe such as fp4jax.recipes.nvfp4(), not {self.recipe!r}"
             )
+        if not isinstance(self.gather, Gather | None):
+            raise TypeError(f"gather must be Gather(...) or None, not {self.gather!r}")
 
     def _settle(
         self,
@@ -77,7 +82,7 @@ class DotGeneral(_Hook):
     ) -> Array:
         """As `fp4jax.dot_general`; ``precision`` and ``out_sharding`` must be None."""
         words, dtype = self._settle(lhs, rhs, precision, out_sharding, preferred_element_type, key)
-        return multiply(lhs, rhs, dimension_numbers, self.recipe, words, dtype)
+        return multiply(lhs, rhs, dimension_numbers, self.recipe, words, dtype, self.gather)
 
 
 class EinsumOp(_Hook):
@@ -96,7 +101,8 @@ class EinsumOp(_Hook):
     ) -> Array:
         """As `fp4jax.einsum`; ``precision`` and ``out_sharding`` must be None."""
         words, dtype = self._settle(lhs, rhs, precision, out_sharding, preferred_element_type, key)
-        return contract(subscripts, (lhs, rhs), self.recipe, lambda step: words, dtype)
+        operands = (lhs, rhs)
+        return contract(subscripts, operands, self.recipe, lambda _: words, dtype, self.gather)
 
 
 class ConvGeneralDilated(_Hook):
@@ -146,6 +152,7 @@ class ConvGeneralDilated(_Hook):
             self.recipe,
             words,
             dtype,
+            self.gather,
         )
 
 
@@ -172,7 +179,7 @@ class RaggedDot(_Hook):
         if group_offset is not None:
             raise NotImplementedError("group_offset of a quantized product must be None")
         words, dtype = self._settle(lhs, rhs, precision, out_sharding, preferred_element_type, key)
-        return group_product(lhs, rhs, group_sizes, self.recipe, words, dtype)
+        return group_product(lhs, rhs, group_sizes, self.recipe, words, dtype, self.gather)
 
 
 Hook = DotGeneral | EinsumOp | ConvGeneralDilated | RaggedDot

@@ -6,6 +6,7 @@ is quantized, and the weight: packed if Fprop and Dgrad share it, else as it cam
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from fp4jax.gather import Gather
 from fp4jax.products import Layout
 from fp4jax.qtensor import Operand, QTensor
 from fp4jax.quantize import encode, rotate
@@ -30,12 +32,21 @@ STREAMS = 6
 
 
 class Spec(NamedTuple):
-    """What is static about a layer: its recipe, and the dtypes of result and arguments."""
+    """What is static about a layer.
+
+    Attributes:
+      recipe: what becomes of each operand.
+      out_dtype: of the result.
+      lhs_dtype: of the activation and its gradient.
+      rhs_dtype: of the weight and its gradient.
+      gather: of the weight [..., K, N], if it lies in shards that travel quantized.
+    """
 
     recipe: Recipe
     out_dtype: np.dtype[Any]
     lhs_dtype: np.dtype[Any]
     rhs_dtype: np.dtype[Any]
+    gather: Gather | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -90,18 +101,23 @@ def _named(kept: QTensor | Array) -> Any:
 def _forward(
     spec: Spec, x: Array, w: Array, words: Array | None, layout: Layout
 ) -> tuple[Array, tuple[QTensor | Array, QTensor | Array]]:
-    fprop, wgrad = spec.recipe.fprop, spec.recipe.wgrad
+    fprop, wgrad, gather = spec.recipe.fprop, spec.recipe.wgrad, spec.gather
+    if gather is not None:
+        gather.check(w.shape, _weight_blocks(spec.recipe, w.ndim))
+        w = gather.lay(w)
     x_operand = _operand(x, fprop.lhs, -1, words, _FPROP_LHS, layout.row_groups)
     if _weight_is_shared(spec.recipe):
         # One quantization, blocks along N; square tiles make it serve K as well.
         assert isinstance(fprop.rhs, Quantizer)
         encoded = encode(w, fprop.rhs, -1, None, layout.weight_groups)
-        w_operand = encoded.operand()
-        w_kept: QTensor | Array = encoded.pack(w.shape[-1], -1, spec.rhs_dtype)
+        q = encoded.pack(w.shape[-1], -1, spec.rhs_dtype)
+        w_operand = encoded.operand() if gather is None else gather.travel_packed(q).operand()
+        w_kept: QTensor | Array = q
+        contract = -2
     else:
-        w_operand = _operand(w, fprop.rhs, -2, words, _FPROP_RHS, layout.weight_groups)
+        w_operand, contract = _weight(spec, w, fprop.rhs, -2, words, _FPROP_RHS, layout)
         w_kept = w
-    y = layout.rows(x_operand, w_operand, -2)
+    y = layout.rows(x_operand, w_operand, contract)
     x_kept = _keep(x, wgrad.lhs, words, layout.row_groups)
     return y.astype(spec.out_dtype), (x_kept, w_kept)
 
@@ -117,18 +133,23 @@ def _backward(
 ) -> tuple[Array, Array]:
     x_kept, w_kept = kept
     dgrad, wgrad = spec.recipe.dgrad, spec.recipe.wgrad
+    gather = spec.gather
     if isinstance(w_kept, QTensor):
-        w_operand = w_kept.operand()
+        w_operand = (w_kept if gather is None else gather.travel_packed(w_kept)).operand()
     else:
-        w_operand = _operand(w_kept, dgrad.rhs, -1, words, _DGRAD_RHS, layout.weight_groups)
+        w_operand, _ = _weight(spec, w_kept, dgrad.rhs, -1, words, _DGRAD_RHS, layout)
     dy_operand = _operand(dy, dgrad.lhs, -1, words, _DGRAD_LHS, layout.row_groups)
     dx = layout.rows(dy_operand, w_operand, -1)
 
     dy_operand = _operand(dy, wgrad.rhs, -2, words, _WGRAD_RHS, layout.row_groups)
     if isinstance(x_kept, QTensor):
-        dw = layout.weights(x_kept.operand(), dy_operand, -1, -2)
+        x_operand, contract = x_kept.operand(), -1
     else:
-        dw = layout.weights(Operand(x_kept, None), dy_operand, -2, -2)
+        x_operand, contract = Operand(x_kept, None), -2
+    parts = np.float32 if gather is None else gather.gradient_dtype
+    dw = layout.weights(x_operand, dy_operand, contract, -2, parts)
+    if gather is not None:
+        dw = gather.reduce(dw)
     return dx.astype(spec.lhs_dtype), dw.astype(spec.rhs_dtype)
 
 
@@ -155,6 +176,39 @@ def _operand(
     if isinstance(rule, Cast):
         return Operand(_cast(x, rule, axis), None)
     return encode(x, rule, axis, _stream(rule, words, stream), groups).operand()
+
+
+def _weight(
+    spec: Spec,
+    w: Array,
+    rule: OperandRule,
+    axis: int,
+    words: Array | None,
+    stream: int,
+    layout: Layout,
+) -> tuple[Operand, int]:
+    """The weight's operand with blocks along ``axis``, and the axis that it is contracted over."""
+    gather, groups = spec.gather, layout.weight_groups
+    if gather is None:
+        return _operand(w, rule, axis, words, stream, groups), axis
+    if isinstance(rule, Cast):
+        return Operand(gather.travel(_cast(w, rule, axis)), None), axis
+    encoded = encode(w, rule, axis, _stream(rule, words, stream), groups)
+    q = gather.travel_packed(encoded.pack(w.shape[axis], axis, spec.rhs_dtype))
+    return q.operand(), -1
+
+
+def _weight_blocks(recipe: Recipe, ndim: int) -> tuple[int, ...]:
+    """What must stay together along each axis of a weight [..., K, N] for both its products."""
+    along_k, along_n = (recipe.fprop.rhs, -2), (recipe.dgrad.rhs, -1)
+    blocks = [1] * ndim
+    for rule, axis in (along_k, along_n):
+        if rule.hadamard is not None:
+            blocks[axis] = math.lcm(blocks[axis], rule.hadamard.size)
+        if isinstance(rule, Quantizer):
+            height, width = rule.window(axis) or (1, 1)
+            blocks[-2], blocks[-1] = math.lcm(blocks[-2], height), math.lcm(blocks[-1], width)
+    return tuple(blocks)
 
 
 def _keep(

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from fp4jax.gather import Gather
 from fp4jax.linear import STREAMS, Spec, linear
 from fp4jax.manual import varying_alike
 from fp4jax.products import Dense
 from fp4jax.recipe import Recipe
+from fp4jax.refuse import refuse_explicit
 from fp4jax.rounding import key_words
 
 DimensionNumbers = tuple[
@@ -27,6 +29,7 @@ def dot_general(
     recipe: Recipe,
     key: Array | None = None,
     preferred_element_type: Any = None,
+    gather: Gather | None = None,
 ) -> Array:
     """`jax.lax.dot_general` with quantized products in both passes.
 
@@ -42,6 +45,7 @@ def dot_general(
       key: a JAX PRNG key; needed if the recipe rounds stochastically, else unused.
       preferred_element_type: dtype of the result; by default the promoted dtype of both sides.
         Products accumulate in float32 whatever it is.
+      gather: how ``rhs`` lies on a mesh, if its shards are to travel quantized.
 
     Returns:
       Batch, then free lhs, then free rhs axes. Cotangents have the dtypes of ``lhs`` and ``rhs``
@@ -49,12 +53,12 @@ def dot_general(
 
     Raises:
       TypeError: if an argument is not floating-point or the recipe is not a `Recipe`.
-      ValueError: if the key is missing.
+      ValueError: if the key is missing, or ``gather`` does not fit ``rhs`` or the mesh.
       NotImplementedError: for second derivatives.
     """
     check_product(lhs, rhs, recipe, preferred_element_type)
     words = random_words(recipe, key)
-    return multiply(lhs, rhs, dimension_numbers, recipe, words, preferred_element_type)
+    return multiply(lhs, rhs, dimension_numbers, recipe, words, preferred_element_type, gather)
 
 
 def multiply(
@@ -64,6 +68,7 @@ def multiply(
     recipe: Recipe,
     words: Array | None,
     preferred_element_type: Any,
+    gather: Gather | None,
 ) -> Array:
     """`dot_general` of checked arguments; without words what draws random bits raises."""
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
@@ -81,14 +86,18 @@ def multiply(
     lhs_free = _others(lhs.ndim, lhs_batch, lhs_contract)
     rhs_free = _others(rhs.ndim, rhs_batch, rhs_contract)
     x = _grouped(lhs, (lhs_batch, lhs_free, lhs_contract))
-    w = _grouped(rhs, (rhs_batch, rhs_contract, rhs_free))
-    spec = Spec(recipe, np.dtype(result.dtype), np.dtype(lhs.dtype), np.dtype(rhs.dtype))
+    rhs_groups = (rhs_batch, rhs_contract, rhs_free)
+    w = _grouped(rhs, rhs_groups)
+    if gather is not None:
+        gather = gather.grouped(rhs.shape, rhs_groups if rhs_batch else rhs_groups[1:])
+    out_dtype, lhs_dtype, rhs_dtype = (np.dtype(a.dtype) for a in (result, lhs, rhs))
+    spec = Spec(recipe, out_dtype, lhs_dtype, rhs_dtype, gather)
     x, w, words = varying_alike(x, w, words)
     return linear(spec, x, w, words, Dense()).reshape(result.shape)
 
 
 def check_product(lhs: Array, rhs: Array, recipe: Recipe, preferred_element_type: Any) -> None:
-    """Raises TypeError unless both are floating-point arrays and the rest is what it must be."""
+    """Raises TypeError or ValueError unless both arguments and the rest are what they must be."""
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a Recipe such as fp4jax.recipes.nvfp4(), not {recipe!r}")
     for name, array in (("lhs", lhs), ("rhs", rhs)):
@@ -96,6 +105,7 @@ def check_product(lhs: Array, rhs: Array, recipe: Recipe, preferred_element_type
             raise TypeError(f"{name} must be an array, not {type(array).__name__}")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating-point, not {array.dtype}{list(array.shape)}")
+        refuse_explicit(**{name: jnp.asarray(array)})
     if preferred_element_type is not None and not jnp.issubdtype(
         preferred_element_type, jnp.floating
     ):

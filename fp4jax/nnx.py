@@ -5,7 +5,7 @@ and whose kernel stays in its own dtype (float32 master weights) until it is qua
 parameters have the same paths as before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from flax.nnx.nn import dtypes
 from jax import Array, lax
 
 from fp4jax import experts
+from fp4jax.gather import Gather
 from fp4jax.hooks import ConvGeneralDilated, DotGeneral, EinsumOp, Hook, RaggedDot, keep_kernel
-from fp4jax.layers import Path, dotted, nnx_layers, nnx_modules
+from fp4jax.layers import Layer, Path, dotted, nnx_layers, nnx_modules
 from fp4jax.policy import Policy
 from fp4jax.recipe import Recipe
 from fp4jax.schedule import Schedule
@@ -173,18 +174,28 @@ class Experts(experts.Experts):
         _make(self, recipe, rngs)
 
 
-def quantize_model(model: M, policy: Policy, *, rngs: nnx.Rngs | None = None, step: int = 0) -> M:
+def quantize_model(
+    model: M,
+    policy: Policy,
+    *,
+    rngs: nnx.Rngs | None = None,
+    step: int = 0,
+    gather: Callable[[Layer], Gather | None] | None = None,
+) -> M:
     """Quantizes the layers of ``model`` that ``policy`` reaches, in place, and returns it.
 
     Each such layer becomes one of this module's, with the same parameters, wherever in the model
     it is referred to. Called again with a later ``step`` it moves the layers on to the recipes
-    that the policy's schedules have there; random streams go on where they were.
+    that the policy's schedules have there; random streams go on where they were, and kernels lie as
+    they did.
 
     Args:
       model: any NNX model.
       policy: which layer gets which recipe.
       rngs: with a stream ``quantize`` (or a default one), for stochastic rounding.
       step: of training, for schedules.
+      gather: how a layer's kernel (one layer's, where layers are stacked) lies on a mesh, if its
+        shards are to travel quantized.
 
     Raises:
       ValueError: if a rule of the policy reaches no layer, a layer was given a product, a
@@ -206,8 +217,10 @@ def quantize_model(model: M, policy: Policy, *, rngs: nnx.Rngs | None = None, st
                     f"of its own; only that of {layer.kind} can be quantized"
                 )
             _check(modules[layer.path], chosen[layer.path], rngs, layer.path)
-    for path, choice in chosen.items():
-        _install(modules[path], choice, rngs, step)
+    for layer in layers:
+        if layer.path in chosen:
+            lies = None if gather is None else gather(layer)
+            _install(modules[layer.path], chosen[layer.path], rngs, step, lies)
     return model
 
 
@@ -217,15 +230,24 @@ def _make(layer: Any, recipe: Recipe, rngs: nnx.Rngs) -> None:
     _install(layer, recipe, rngs, step=0)
 
 
-def _install(layer: Any, choice: Recipe | Schedule, rngs: nnx.Rngs | None, step: int) -> None:
-    """Makes a checked ``layer`` run by the recipe; one that does keeps its random stream."""
-    name, _, hook = _hook_of(layer)
+def _install(
+    layer: Any,
+    choice: Recipe | Schedule,
+    rngs: nnx.Rngs | None,
+    step: int,
+    gather: Gather | None = None,
+) -> None:
+    """Makes a checked ``layer`` run by the recipe; one that does keeps its stream and gather."""
+    name, _, hook_class = _hook_of(layer)
     recipe = choice.at(step) if isinstance(choice, Schedule) else choice
     current = getattr(layer, name)
+    if gather is None and isinstance(current, Product):
+        gather = current.hook.gather
+    hook = hook_class(recipe, gather)
     if isinstance(current, Product) and (current.stream is not None or not choice.needs_key):
-        current.hook = hook(recipe)
+        current.hook = hook
         return
-    product = Product(hook(recipe), rngs=rngs if choice.needs_key else None, stack=_stack(layer))
+    product = Product(hook, rngs=rngs if choice.needs_key else None, stack=_stack(layer))
     # Changing the class keeps the object, so that a layer that is shared stays shared.
     layer.__class__ = _CLASSES.get(type(layer), type(layer))
     setattr(layer, name, nnx.data(product))

@@ -30,8 +30,13 @@ class Layout(Protocol):
     def rows(self, a: Operand, b: Operand, b_contract: int) -> Array:
         """Fprop and Dgrad: rows of ``a`` (contracting its last axis) times matrices ``b``."""
 
-    def weights(self, a: Operand, b: Operand, a_contract: int, b_contract: int) -> Array:
-        """Wgrad: for each matrix the product of its rows of ``a`` with those of ``b``."""
+    def weights(
+        self, a: Operand, b: Operand, a_contract: int, b_contract: int, parts: Any = jnp.float32
+    ) -> Array:
+        """Wgrad: for each matrix the product of its rows of ``a`` with those of ``b``.
+
+        ``parts`` is the dtype of the sums over each device's rows, which are then added.
+        """
 
 
 class Dense(NamedTuple):
@@ -48,8 +53,10 @@ class Dense(NamedTuple):
     def rows(self, a: Operand, b: Operand, b_contract: int) -> Array:
         return self.weights(a, b, -1, b_contract)
 
-    def weights(self, a: Operand, b: Operand, a_contract: int, b_contract: int) -> Array:
-        product = _contract(a.values, b.values, a_contract, b_contract)
+    def weights(
+        self, a: Operand, b: Operand, a_contract: int, b_contract: int, parts: Any = jnp.float32
+    ) -> Array:
+        product = _contract(a.values, b.values, a_contract, b_contract, parts).astype(jnp.float32)
         # One scale after the other: their product could underflow.
         if a.scale is not None:
             product = product * _beside(a.scale, a_contract, -1)
@@ -98,7 +105,11 @@ class Tiles(NamedTuple):
             y = y * _beside(_matrices(b.scale), b_contract, -2)[self.group]
         return y
 
-    def weights(self, a: Operand, b: Operand, a_contract: int, b_contract: int) -> Array:
+    def weights(
+        self, a: Operand, b: Operand, a_contract: int, b_contract: int, parts: Any = jnp.float32
+    ) -> Array:
+        if parts != jnp.float32:
+            raise NotImplementedError(f"grouped products add their parts in float32, not {parts}")
         shape = jax.eval_shape(
             lambda a, b: _contract(a, b, a_contract, b_contract), a.values, b.values
         ).shape
@@ -127,8 +138,13 @@ def promoted(*arrays: Array) -> Any:
         return functools.reduce(jnp.promote_types, dtypes)
 
 
-def _contract(a: Array, b: Array, a_contract: int, b_contract: int) -> Array:
-    """The product over the given axes, batched over those before the last two, in float32."""
+def _contract(
+    a: Array, b: Array, a_contract: int, b_contract: int, result: Any = jnp.float32
+) -> Array:
+    """The product over the given axes, batched over those before the last two.
+
+    Accumulated in float32; where devices share the sum, their parts have the result's dtype.
+    """
     batch = tuple(range(a.ndim - 2))
     contract = ((a.ndim + a_contract,), (b.ndim + b_contract,))
     dtype = promoted(a, b)
@@ -138,7 +154,7 @@ def _contract(a: Array, b: Array, a_contract: int, b_contract: int) -> Array:
         (contract, (batch, batch)),
         # GPUs would otherwise round float32 operands to TF32.
         precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=result,
     )
 
 

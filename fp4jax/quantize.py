@@ -21,7 +21,7 @@ from fp4jax.qtensor import (
     scale_elements,
 )
 from fp4jax.quantizer import Quantizer, as_quantizer
-from fp4jax.refuse import refuse_derivative
+from fp4jax.refuse import refuse_derivative, refuse_explicit
 from fp4jax.rounding import (
     bits_float,
     copy_sign,
@@ -46,8 +46,8 @@ def quantize(
 ) -> QTensor:
     """Quantizes an array in blocks along one axis.
 
-    The bits are the same eager and jitted, on every backend and however the compiler shards it
-    (mesh axes of type Auto; the reshapes inside do not work on axes of type Explicit).
+    The bits are the same eager and jitted, on every backend, and on one device or a mesh (with
+    axes of type Auto).
 
     Args:
       x: float16, bfloat16, float32 or float64 array of any shape but 0-d or empty.
@@ -61,7 +61,8 @@ def quantize(
     Raises:
       TypeError: if ``x`` is not such an array.
       ValueError: if ``x`` is 0-d or empty, ``axis`` is out of range, a key is missing for
-        stochastic rounding, or one is given where none is used.
+        stochastic rounding, or one is given where none is used; or if ``x`` is divided along mesh
+        axes of type Explicit.
     """
     x, quantizer, axis, words = _checked(x, format_or_quantizer, axis, key)
     return _quantize(quantizer, axis, x, words)
@@ -292,6 +293,7 @@ def _checked(
         )
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x must have at least one axis and one element, not shape {x.shape}")
+    refuse_explicit(x=x)
     if not isinstance(axis, int):
         raise TypeError(f"axis must be an integer, not {axis!r}")
     if x.ndim == 1 and quantizer.tile is not None and quantizer.tile[0] > 1:

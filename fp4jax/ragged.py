@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fp4jax.gather import Gather
 from fp4jax.linear import Spec, linear
 from fp4jax.manual import varying_alike
 from fp4jax.matmul import check_product, random_words
@@ -27,6 +28,7 @@ def ragged_dot(
     recipe: Recipe,
     key: Array | None = None,
     preferred_element_type: Any = None,
+    gather: Gather | None = None,
 ) -> Array:
     """`jax.lax.ragged_dot` with quantized products in both passes.
 
@@ -43,6 +45,7 @@ def ragged_dot(
       recipe: what becomes of each operand.
       key: a JAX PRNG key, needed if the recipe rounds stochastically.
       preferred_element_type: dtype of the result; by default the promoted dtype of both sides.
+      gather: how ``rhs`` lies on a mesh, if its shards are to travel quantized.
 
     Returns:
       [M, N]; rows after the last group are zero.
@@ -55,7 +58,8 @@ def ragged_dot(
     """
     check_product(lhs, rhs, recipe, preferred_element_type)
     dtype = preferred_element_type or promoted(lhs, rhs)
-    return group_product(lhs, rhs, group_sizes, recipe, random_words(recipe, key), dtype)
+    words = random_words(recipe, key)
+    return group_product(lhs, rhs, group_sizes, recipe, words, dtype, gather)
 
 
 def group_product(
@@ -65,6 +69,7 @@ def group_product(
     recipe: Recipe,
     words: Array | None,
     preferred_element_type: Any,
+    gather: Gather | None,
 ) -> Array:
     """`ragged_dot` of checked operands; without words what draws random bits raises."""
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
@@ -91,7 +96,9 @@ def group_product(
 
     x = jnp.take(lhs, row, 0, mode="fill", fill_value=0).reshape(tiles, length, -1)
     layout = Tiles(group, jnp.sum(used), jnp.arange(groups, dtype=jnp.int32))
-    spec = Spec(recipe, dtype, np.dtype(lhs.dtype), np.dtype(rhs.dtype))
+    if gather is not None:
+        gather = gather.grouped(rhs.shape, [[0], [1], [2]])
+    spec = Spec(recipe, dtype, np.dtype(lhs.dtype), np.dtype(rhs.dtype), gather)
     x, w, words, layout = varying_alike(x, rhs, words, layout)
     y = linear(spec, x, w, words, layout)
     return jnp.take(y.reshape(tiles * length, -1), place, 0, mode="fill", fill_value=0)
