@@ -32,6 +32,7 @@ compare: $(READY)
 benchmark: $(READY)
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.benchmark linear
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.benchmark quantize
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.benchmark step
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(TESTS)
