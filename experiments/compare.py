@@ -24,7 +24,7 @@ from experiments.pretrain import INTERRUPTED, UNUSABLE
 from experiments.progress import display
 from experiments.report import Run
 from experiments.saved_bytes import saved_bytes
-from experiments.terminal import Markdown
+from experiments.terminal import Markdown, say
 from experiments.train import Data
 from experiments.zoo import MODELS, RECIPES, Preset
 from fp4jax.models import ViTConfig
@@ -93,8 +93,7 @@ def main(args: Sequence[str] | None = None) -> int:
         data = load(configs)
         config.out.mkdir(parents=True, exist_ok=True)
     except (DataError, OSError) as error:
-        said = f"error: {error}"
-        Console(stderr=True).print(said, highlight=False, markup=False, soft_wrap=True)
+        say(f"error: {error}")
         return UNUSABLE
     runs: list[Run] = []
     exit_code = 0
@@ -115,8 +114,7 @@ def main(args: Sequence[str] | None = None) -> int:
             results = report.results(about, models, versions(), runs)
             report.write(config.out, results)
             console.print(Markdown(report.summary(results)))
-            said = f"Report: {config.out / 'report.md'}"
-            console.print(said, highlight=False, markup=False, soft_wrap=True)
+            say(f"Report: {config.out / 'report.md'}", console)
     return exit_code
 
 
@@ -134,13 +132,18 @@ def load(configs: dict[str, Config]) -> dict[str, Data]:
     Raises:
       DataError: it cannot be read, or the model cannot use it.
     """
-    found = {}
+    found: dict[str, Data] = {}
+    read: dict[tuple[Any, ...], Data] = {}  # the same text once for all models
     for name, config in configs.items():
+        preset, sequence = MODELS[name], config.training.sequence
+        # Images are checked against the model that sees them.
+        key = (preset.sees_images and name, config.data, sequence, config.tokenizer)
         try:
-            sequence = config.training.sequence
-            found[name] = zoo.load(MODELS[name], config.data, sequence, config.tokenizer)
+            if key not in read:
+                read[key] = zoo.load(preset, config.data, sequence, config.tokenizer)
         except DataError as error:
             raise DataError(f"model {name}: {error}") from error
+        found[name] = read[key]
     return found
 
 

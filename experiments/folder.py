@@ -43,8 +43,8 @@ def claimed(
             raise FolderError(f"'{folder}' has checkpoints, but no config.json says of what run")
         else:
             if tokenizer is not None:
-                _write(folder / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
-            _write(folder / "config.json", json.dumps(run, indent=2) + "\n")
+                write(folder / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
+            write(folder / "config.json", json.dumps(run, indent=2) + "\n")
         yield
 
 
@@ -78,8 +78,8 @@ def _refuse_another(
         raise FolderError(f"'{folder}' holds another run: {was}; choose another --out")
 
 
-def _write(path: Path, text: str) -> None:
-    # By way of a second file, so that a full disk leaves no half file behind.
+def write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: a full disk leaves no half of it behind."""
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)

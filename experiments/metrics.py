@@ -11,6 +11,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
+from experiments import folder
+
 
 class Metrics:
     """A file of JSON lines, one per step, in order.
@@ -23,9 +25,7 @@ class Metrics:
 
     def __init__(self, path: Path, after: int) -> None:
         kept = [line for line in read(path) if line["step"] <= after]
-        whole = path.with_suffix(".tmp")
-        whole.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        whole.replace(path)
+        folder.write(path, "".join(json.dumps(line) + "\n" for line in kept))
         self.missing = after - len(kept)
         self._file = path.open("a", encoding="utf-8")
 
@@ -64,19 +64,20 @@ class TensorBoard:
     writer waits for a thread that may have ended.
 
     Args:
-      folder: of the event files.
+      place: folder of the event files.
       wanted: whether to write at all.
       after: the step that the run goes on after; TensorBoard drops what it has of later ones.
     """
 
-    def __init__(self, folder: Path, wanted: bool, after: int) -> None:
+    def __init__(self, place: Path, wanted: bool, after: int) -> None:
         self._writer = None
         if wanted:
-            folder.mkdir(parents=True, exist_ok=True)
+            place.mkdir(parents=True, exist_ok=True)
             # Files are named by the second, which a run that goes on may share with the one before.
-            self._writer = EventsWriter(str(folder / "events"), f".{after}")
+            self._writer = EventsWriter(str(place / "events"), f".{after}")
             start = SessionLog(status=SessionLog.START)
-            self._put(Event(wall_time=time.time(), step=after + 1, session_log=start))
+            event = Event(wall_time=time.time(), step=after + 1, session_log=start)
+            self._writer.write_event(event)
 
     def __enter__(self) -> Self:
         return self
@@ -95,12 +96,9 @@ class TensorBoard:
                     if name != "step"
                 ]
                 summary = Summary(value=values)
-                self._put(Event(wall_time=time.time(), step=line["step"], summary=summary))
-
-    def _put(self, event: Any) -> None:
-        assert self._writer is not None
-        self._writer.write_event(event)
-        self._writer.flush()
+                event = Event(wall_time=time.time(), step=line["step"], summary=summary)
+                self._writer.write_event(event)
+            self._writer.flush()
 
 
 # Of the table: what is in a line, its heading, and how it is written.

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 import fp4jax as fp4
-from experiments import data, folder, options, plots, zoo
+from experiments import data, folder, options, plots, terminal, zoo
 from experiments.checkpoint import Checkpoints, NotSavedError
 from experiments.metrics import Metrics, TensorBoard, read, table
 from experiments.optimization import Training, schedule
@@ -125,7 +125,7 @@ def _train_and_report(config: Config, found: Data, console: Console) -> int:
     if asked is not None:
         console.print("Stopped on request; the same command goes on from here.")
         return INTERRUPTED if asked == signal.SIGINT else 0
-    console.print(f"Report: {config.out / 'report.md'}", highlight=False, soft_wrap=True)
+    terminal.say(f"Report: {config.out / 'report.md'}", console)
     return 0
 
 
@@ -150,7 +150,7 @@ def pretrain(config: Config, found: Data, console: Console) -> int | None:
     """
     run = make_run(config, found)
     label, per_step = f"{config.model}, {config.recipe}", config.training.batch * found.targets
-    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say = functools.partial(terminal.say, console=console)
     with (
         Stop(say) as stop,
         Checkpoints(config.out / "checkpoints", config.keep) as checkpoints,
@@ -170,7 +170,7 @@ def pretrain(config: Config, found: Data, console: Console) -> int | None:
                 metrics.write(lines)
                 board.write(lines)
                 show(progress)
-                if not (all(map(math.isfinite, progress.losses)) and all_finite(run.state.params)):
+                if not _is_finite(progress, run):
                     say(f"not finite after step {run.done}: repeating, to find where it began")
                     raise NonFiniteError(where_it_began(config, found, checkpoints, run.done))
                 due = run.done % config.checkpoint_every == 0 or run.done == run.training.steps
@@ -211,7 +211,7 @@ def where_it_began(config: Config, found: Data, checkpoints: Checkpoints, until:
     try:
         for progress in run.go(every=1):
             done = progress.step
-            if not (all(map(math.isfinite, progress.losses)) and all_finite(run.state.params)):
+            if not _is_finite(progress, run):
                 return f"in step {done}, outside the quantized layers; {kept}"
             if done == until:
                 break
@@ -220,6 +220,11 @@ def where_it_began(config: Config, found: Data, checkpoints: Checkpoints, until:
         what = said[0].split("FloatingPointError: ")[-1] if said else str(error)
         return f"in step {done + 1}, {what}; {kept}"
     return f"at step {until}, but not when it was repeated; {kept}"
+
+
+def _is_finite(progress: Progress, run: Run) -> bool:
+    losses = all(map(math.isfinite, progress.losses))
+    return losses and bool(all_finite(run.state.params))
 
 
 def _watched(model: Any) -> Any:
@@ -285,22 +290,15 @@ class Stop:
 
 
 def _complain(text: str, code: int) -> int:
-    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+    terminal.say(text)
     return code
 
 
 def described(config: Config, found: Data) -> dict[str, Any]:
     """A run in plain values: what was asked for, and what follows from the data."""
     asked = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return (
-        asked.pop("training")
-        | asked
-        | {
-            "data_sha256": found.sha256,
-            "fits": found.fits,
-            "unit": found.unit,
-        }
-    )
+    follows = {"data_sha256": found.sha256, "fits": found.fits, "unit": found.unit}
+    return asked.pop("training") | asked | follows
 
 
 def _report(config: Config, found: Data) -> str:

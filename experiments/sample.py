@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import nnx
-from rich.console import Console
 
 from experiments import folder, tokens, zoo
 from experiments.checkpoint import Checkpoints
@@ -19,6 +18,7 @@ from experiments.optimization import Training
 from experiments.pipeline import SEEDS
 from experiments.pretrain import UNUSABLE, recipe_of
 from experiments.step import first_state
+from experiments.terminal import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 f"the run's tokenizer makes no tokens of the prompt '{asked.prompt}'"
             )
     except (NoSampleError, folder.FolderError, tokens.DataError) as error:
-        _warn(f"error: {error}")
+        say(f"error: {error}")
         return UNUSABLE
     written = sample(
         model, prompt, asked.tokens, window, vocabulary.vocab_size, asked.temperature, asked.seed
@@ -107,17 +107,13 @@ def load(path: Path, named: Path | None = None) -> tuple[Any, tokens.Tokens, int
     if (path / "checkpoints").is_dir():
         # The run may be going on.
         with Checkpoints(path / "checkpoints", described["keep"], owner=False) as checkpoints:
-            found = checkpoints.restore(first_state(model_at(0), training), _warn)
+            found = checkpoints.restore(first_state(model_at(0), training), say)
     if found is None:
         raise NoSampleError(f"'{path}' has no checkpoint yet")
     step, state, _ = found
     model = model_at(step - 1)
     nnx.update(model, state.measured, state.rest)
     return model, tokens.load(tokenizer), training.sequence
-
-
-def _warn(text: str) -> None:
-    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def sample(

@@ -1,4 +1,4 @@
-"""Markdown on a terminal, however narrow: a table's cells are wrapped where Rich would cut them."""
+"""What programs print: lines as they are, and tables that fit however narrow the terminal is."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -6,6 +6,12 @@ from typing import ClassVar
 from rich import markdown
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
+
+
+def say(text: str, console: Console | None = None) -> None:
+    """Prints a line as it is, on stderr unless told where: no markup, and no breaks in paths."""
+    console = Console(stderr=True) if console is None else console
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class _Table(markdown.TableElement):
@@ -20,6 +26,6 @@ class _Table(markdown.TableElement):
 
 
 class Markdown(markdown.Markdown):
-    """As Rich's, but for tables."""
+    """As Rich's, but that a table's cells are wrapped where Rich would cut them."""
 
     elements: ClassVar = markdown.Markdown.elements | {"table_open": _Table}

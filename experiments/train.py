@@ -70,8 +70,10 @@ class Run:
         self._record = data.training[0]
         self._evaluated = set(eval_steps(training))
         self._held_out = _batches(data.validation(training.validation), training.batch)
-        self._graphs = {start: nnx.graphdef(model_at(start)) for start in starts}
-        self.state = first_state(model_at(0), training)
+        model = model_at(0)
+        self._graphs = {0: nnx.graphdef(model)}
+        self._graphs |= {start: nnx.graphdef(model_at(start)) for start in starts[1:]}
+        self.state = first_state(model, training)
 
     def go(
         self, *, every: int | None = None, asked: Callable[[], bool] = bool

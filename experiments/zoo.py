@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from flax import nnx
@@ -25,16 +24,14 @@ from fp4jax.models import (
     ViTConfig,
 )
 
-RECIPES = MappingProxyType(
-    {
-        "bf16": fp4.recipes.bf16,
-        "fp8_tensor": fp4.recipes.fp8_tensor,
-        "fp8_block": fp4.recipes.fp8_block,
-        "mxfp8": fp4.recipes.mxfp8,
-        "mxfp4": fp4.recipes.mxfp4,
-        "nvfp4": fp4.recipes.nvfp4,
-    }
-)
+RECIPES: dict[str, Callable[[], fp4.Recipe]] = {
+    "bf16": fp4.recipes.bf16,
+    "fp8_tensor": fp4.recipes.fp8_tensor,
+    "fp8_block": fp4.recipes.fp8_block,
+    "mxfp8": fp4.recipes.mxfp8,
+    "mxfp4": fp4.recipes.mxfp4,
+    "nvfp4": fp4.recipes.nvfp4,
+}
 
 _CLASSES = {HybridConfig: Hybrid, MoEConfig: MoE, TransformerConfig: Transformer, ViTConfig: ViT}
 

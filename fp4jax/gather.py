@@ -113,8 +113,8 @@ class Gather:
     def reduce(self, gradient: Array) -> Array:
         """The sum of all devices' parts of the weight's gradient, in the weight's shards.
 
-        Said in two steps, a sum and a choice of shards, which GPUs
-        and TPUs do as one reduce-scatter: else the compiler may prefer to move activations.
+        Said in two steps, a sum and a choice of shards, which GPUs and TPUs do as one
+        reduce-scatter: else the compiler may prefer to move activations.
         """
         return self.lay(lax.with_sharding_constraint(gradient, self._without_axis(self.spec)))
 
@@ -127,7 +127,6 @@ class Gather:
         # The block axis comes last in all of them.
         entries = list(self.spec)
         entries.append(entries.pop(q.ndim + q.axis))
-
         return jax.tree.map(lambda leaf: self._travel(leaf, tuple(entries[: leaf.ndim])), q)
 
     def _travel(self, x: Array, entries: tuple[str | _Names | None, ...]) -> Array:
