@@ -39,6 +39,8 @@ class Training:
     """Of matrices; per unit of learning rate."""
     clip_norm: float = 1.0
     """Largest global norm of a gradient."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which devices add up their parts of a quantized kernel's gradient; experts' in float32."""
     ema: float = 0.0
     """Decay per step of an average of the parameters that evaluation uses; 0 for none."""
     evals: int = 10
@@ -63,8 +65,14 @@ class Training:
                 raise ValueError(f"{name} must be from 0 to below 1, not {getattr(self, name)}")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must be from 0 up, not {self.weight_decay}")
-        if self.schedule not in ("wsd", "cosine"):
-            raise ValueError(f"schedule must be wsd or cosine, not {self.schedule}")
+        for name, allowed in (
+            ("schedule", ("wsd", "cosine")),
+            ("gradient_dtype", ("float32", "bfloat16")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} must be {' or '.join(allowed)}, not {getattr(self, name)}"
+                )
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
             raise ValueError(
                 "warmup and decay must be at most 1 together, or the learning rate never reaches "

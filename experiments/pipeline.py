@@ -1,9 +1,8 @@
-"""Batches with Grain: shuffled, sharded by host, with a position that a checkpoint can hold."""
+"""Batches with Grain: shuffled, divided among processes, with a position for a checkpoint."""
 
 from typing import Any
 
 import grain
-import jax
 
 SEEDS = 2**32
 
@@ -17,42 +16,53 @@ def batches(
     *,
     seed: int,
     size: int,
-    host: int | None = None,
-    hosts: int | None = None,
+    rows: slice = slice(None),
 ) -> grain.DatasetIterator[Any]:
     """An endless iterator over batches of a source's records, in another order each epoch.
 
-    Every epoch has each record once, and a batch may span two epochs. Of a global batch, the host
-    h of H gets records h, h + H, ..., so all hosts together have the same one whatever H is.
+    Every epoch has each record once, and a batch may span two epochs.
 
     The order is a function of seed, length of the source and version of Grain, whose own shuffle it
-    is. `get_state` gives the position, a dictionary for JSON that counts global batches and so is
-    the same on every host; `set_state` goes there.
+    is. `get_state` gives the position, a dictionary for JSON that counts batches and so is the same
+    whatever rows of them are read; `set_state` goes there.
 
     Args:
       source: records by number, arrays or tuples of them.
       seed: of the order, from 0 to 2^32 - 1.
-      size: records in a global batch, a multiple of `hosts`.
-      host: which of the hosts this is, from 0; as JAX counts processes, unless given.
-      hosts: how many there are; as many as JAX has processes, unless given.
+      size: records in a batch.
+      rows: those of every batch to read, where other processes read the others.
 
     Returns:
-      Its `next` gives the records stacked along a new first axis of size / hosts. `close` ends its
-      thread, as does dropping it.
+      Its `next` gives the records stacked along a new first axis. `close` ends its thread, as does
+      dropping it.
 
     Raises:
       ValueError: an argument is outside its range, or the source is empty.
     """
-    host = jax.process_index() if host is None else host
-    hosts = jax.process_count() if hosts is None else hosts
-    if not 0 <= host < hosts:
-        raise ValueError(f"host must be from 0 to hosts - 1, not {host} of {hosts} hosts")
-    if size <= 0 or size % hosts:
-        raise ValueError(f"size must be a multiple of the {hosts} hosts above zero, not {size}")
+    if size <= 0:
+        raise ValueError(f"size must be above zero, not {size}")
     if not 0 <= seed < SEEDS:
         raise ValueError(f"seed must be from 0 to {SEEDS - 1}, not {seed}")
     if not len(source):
         raise ValueError("source has no records")
+    mine = range(size)[rows]
+    if not mine:
+        raise ValueError(f"rows must be some of a batch of {size}, not {rows}")
     shuffled = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-    mine = shuffled.slice(slice(host, None, hosts)).batch(size // hosts, drop_remainder=True)
-    return iter(mine.to_iter_dataset(READ_AHEAD))
+    if len(mine) < size:
+        shuffled = grain.MapDataset.source(_Rows(shuffled, size, mine))
+    return iter(shuffled.batch(len(mine), drop_remainder=True).to_iter_dataset(READ_AHEAD))
+
+
+class _Rows:
+    """The records of an endless dataset that are certain rows of its batches."""
+
+    def __init__(self, records: grain.MapDataset[Any], size: int, rows: range) -> None:
+        self._records, self._size, self._rows = records, size, rows
+
+    def __len__(self) -> int:
+        return len(self._records) // self._size * len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        batch, row = divmod(index, len(self._rows))
+        return self._records[batch * self._size + self._rows[row]]

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 from jax import lax
 
+from experiments.mesh import lay, mesh_of
 from experiments.objective import Batch, Measures, measure
 from experiments.optimization import Training, optimizer
 
@@ -79,7 +80,8 @@ def gradients(
         # The random streams have moved on: the next step draws other bits.
         return value, (found.loss, nnx.state(model, nnx.Not(nnx.Param)))
 
-    return jax.grad(lowered, has_aux=True)(params)
+    grads, aux = jax.grad(lowered, has_aux=True)(params)
+    return lay(grads), aux
 
 
 def measures(graphdef: Any, params: nnx.State, rest: nnx.State, batch: Batch) -> Measures:
@@ -96,31 +98,47 @@ def all_finite(tree: Any) -> jax.Array:
 def compiled_step(
     graphdef: Any, training: Training, state: State, batch: Any
 ) -> Callable[..., Any]:
-    """``take_step`` for a state and a batch of these shapes, whose memory the state's is then."""
-    return _compiled(take_step, (graphdef, training), 0, *_shapes(state, batch))
+    """``take_step`` for a state and a batch of these shapes on their mesh.
+
+    It takes the state's memory, and leaves the new one where the old one lay.
+    """
+    return _compiled(take_step, (graphdef, training), True, *_shapes(state, batch))
 
 
 def compiled_measures(graphdef: Any, state: State, batch: Any) -> Callable[..., Any]:
     """``measures`` for parameters, the rest of the model and a batch of these shapes."""
-    return _compiled(measures, (graphdef,), None, *_shapes(state.measured, state.rest, batch))
+    return _compiled(measures, (graphdef,), False, *_shapes(state.measured, state.rest, batch))
 
 
 @functools.lru_cache(maxsize=16)
 def _compiled(
     function: Callable[..., Any],
     static: tuple[Any, ...],
-    donated: int | None,
+    in_place: bool,
     structure: Any,
     leaves: tuple[jax.ShapeDtypeStruct, ...],
 ) -> Callable[..., Any]:
     """The function after its static arguments, compiled for arguments of these shapes.
 
+    In place, the first result lies where the first argument does, and takes its memory.
     Runs that differ in their numbers only, as by another seed, share it.
     """
-    program = jax.jit(functools.partial(function, *static), donate_argnums=donated)
-    return program.lower(*jax.tree.unflatten(structure, leaves)).compile()
+    args = jax.tree.unflatten(structure, leaves)
+    program = jax.jit(
+        functools.partial(function, *static),
+        donate_argnums=0 if in_place else None,
+        out_shardings=(_shardings(args[0]), None, None) if in_place else None,
+    )
+    with jax.set_mesh(mesh_of(args)):
+        return program.lower(*args).compile()
 
 
 def _shapes(*args: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     leaves, structure = jax.tree.flatten(args)
-    return structure, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    return structure, tuple(
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
+    )
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from experiments.data import Corpus
 from experiments.images import Images
+from experiments.mesh import BATCH, batch_of, make_mesh, place, rows_here, whole_batch
 from experiments.objective import Batch, Measures
 from experiments.optimization import Training
 from experiments.pipeline import batches
@@ -49,6 +51,10 @@ class Run:
       data: what to train and evaluate on.
       training: how.
       seed: of the order of the data.
+      mesh: of the devices to run on, with the axes of `experiments.mesh`; one device unless given.
+
+    Raises:
+      MeshError: a batch cannot be divided among the devices.
 
     Attributes:
       state: after the steps done.
@@ -63,17 +69,23 @@ class Run:
         data: Data,
         training: Training,
         seed: int,
+        mesh: Mesh | None = None,
     ) -> None:
         self.training = training
-        self.batches = batches(data.training, seed=seed, size=training.batch)
+        self._mesh = make_mesh() if mesh is None else mesh
+        rows = rows_here(self._mesh, training.batch)
+        self.batches = batches(data.training, seed=seed, size=training.batch, rows=rows)
         self.done = 0
         self._record = data.training[0]
         self._evaluated = set(eval_steps(training))
-        self._held_out = _batches(data.validation(training.validation), training.batch)
+        self._held_out = [
+            whole_batch(batch, self._mesh)
+            for batch in _batches(data.validation(training.validation), training.batch)
+        ]
         model = model_at(0)
         self._graphs = {0: nnx.graphdef(model)}
         self._graphs |= {start: nnx.graphdef(model_at(start)) for start in starts[1:]}
-        self.state = first_state(model, training)
+        self.state = place(first_state(model, training), self._mesh)
 
     def go(
         self, *, every: int | None = None, asked: Callable[[], bool] = bool
@@ -91,7 +103,8 @@ class Run:
             started = time.perf_counter()
             found: list[list[jax.Array]] = []
             while not found or (self.done < until and not asked()):
-                self.state, *numbers = step(self.state, next(self.batches))
+                batch = batch_of(next(self.batches), self._mesh, self.training.batch)
+                self.state, *numbers = step(self.state, batch)
                 self.done += 1
                 found.append(numbers)
             losses, norms = [list(map(float, numbers)) for numbers in zip(*found, strict=True)]
@@ -132,8 +145,10 @@ class Run:
 
     def _step(self) -> Callable[..., Any]:
         """The next step, compiled."""
+        size, sharding = self.training.batch, NamedSharding(self._mesh, BATCH)
         batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((self.training.batch, *x.shape), x.dtype), self._record
+            lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype, sharding=sharding),
+            self._record,
         )
         return compiled_step(self._graphs[self._phase(self.done)], self.training, self.state, batch)
 

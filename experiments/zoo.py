@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from flax import nnx
+from jax.sharding import Mesh
 
 import fp4jax as fp4
-from experiments import data, images
+from experiments import data, images, travel
 from experiments.data import Corpus
 from experiments.images import Images
+from experiments.mesh import make_mesh
 from experiments.optimization import Training
 from experiments.train import Run
 from fp4jax.models import (
@@ -131,6 +133,8 @@ def make_model(
     recipe: fp4.Recipe | fp4.Schedule,
     seed: int,
     step: int = 0,
+    mesh: Mesh | None = None,
+    gradient_dtype: str = "float32",
 ) -> Any:
     """The model with the recipe in the linear layers of all blocks but those kept in BF16.
 
@@ -140,9 +144,16 @@ def make_model(
       recipe: of the step, where it changes.
       seed: of parameters and stochastic rounding.
       step: of training, from 0.
+      mesh: on which its weights will lie, if one is in use.
+      gradient_dtype: in which devices add their parts of a quantized kernel's gradient.
     """
     model, rngs = plain_model(preset, fits, seed), nnx.Rngs(quantize=seed)
-    return fp4.nnx.quantize_model(model, _policy(preset, recipe), rngs=rngs, step=step)
+    gather = None
+    if mesh is not None:
+        now = recipe.at(step) if isinstance(recipe, fp4.Schedule) else recipe
+        gather = travel.quantized(now, mesh, gradient_dtype)
+    fp4.nnx.quantize_model(model, _policy(preset, recipe), rngs=rngs, step=step, gather=gather)
+    return model if mesh is None else travel.rest_as_multiplied(model, mesh)
 
 
 def _fitted(config: Any, fits: Mapping[str, int]) -> Any:
@@ -162,6 +173,7 @@ def make_run(
     training: Training,
     seed: int,
     adapt: Callable[[Any], Any] = lambda model: model,
+    mesh: Mesh | None = None,
 ) -> Run:
     """A run before its first step.
 
@@ -172,12 +184,18 @@ def make_run(
       training: how.
       seed: of weights, batches and stochastic rounding.
       adapt: changes the quantized model, but not its parameters and random streams.
+      mesh: of the devices to run on; one device unless given.
+
+    Raises:
+      MeshError: a batch cannot be divided among the devices.
     """
+    mesh = make_mesh() if mesh is None else mesh
 
     def model_at(step: int) -> Any:
-        return adapt(make_model(preset, found.fits, recipe, seed, step))
+        dtype = training.gradient_dtype
+        return adapt(make_model(preset, found.fits, recipe, seed, step, mesh, dtype))
 
-    return Run(model_at, _policy(preset, recipe).starts, found, training, seed)
+    return Run(model_at, _policy(preset, recipe).starts, found, training, seed, mesh)
 
 
 def check_names(what: str, names: Sequence[str], allowed: Collection[str]) -> None:

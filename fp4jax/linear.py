@@ -6,7 +6,6 @@ is quantized, and the weight: packed if Fprop and Dgrad share it, else as it cam
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -103,7 +102,7 @@ def _forward(
 ) -> tuple[Array, tuple[QTensor | Array, QTensor | Array]]:
     fprop, wgrad, gather = spec.recipe.fprop, spec.recipe.wgrad, spec.gather
     if gather is not None:
-        gather.check(w.shape, _weight_blocks(spec.recipe, w.ndim))
+        gather.check(w.shape, (*[1] * (w.ndim - 2), *spec.recipe.weight_block))
         w = gather.lay(w)
     x_operand = _operand(x, fprop.lhs, -1, words, _FPROP_LHS, layout.row_groups)
     if _weight_is_shared(spec.recipe):
@@ -196,19 +195,6 @@ def _weight(
     encoded = encode(w, rule, axis, _stream(rule, words, stream), groups)
     q = gather.travel_packed(encoded.pack(w.shape[axis], axis, spec.rhs_dtype))
     return q.operand(), -1
-
-
-def _weight_blocks(recipe: Recipe, ndim: int) -> tuple[int, ...]:
-    """What must stay together along each axis of a weight [..., K, N] for both its products."""
-    along_k, along_n = (recipe.fprop.rhs, -2), (recipe.dgrad.rhs, -1)
-    blocks = [1] * ndim
-    for rule, axis in (along_k, along_n):
-        if rule.hadamard is not None:
-            blocks[axis] = math.lcm(blocks[axis], rule.hadamard.size)
-        if isinstance(rule, Quantizer):
-            height, width = rule.window(axis) or (1, 1)
-            blocks[-2], blocks[-1] = math.lcm(blocks[-2], height), math.lcm(blocks[-1], width)
-    return tuple(blocks)
 
 
 def _keep(

@@ -1,6 +1,7 @@
 """Recipe: what each operand of a linear layer's three products is turned into."""
 
 import dataclasses
+import math
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -92,6 +93,17 @@ class Recipe:
         """Whether some operand is rounded stochastically."""
         rules = [rule for gemm in self.gemms for rule in (gemm.lhs, gemm.rhs)]
         return any(rule.needs_key for rule in rules)
+
+    @property
+    def weight_block(self) -> tuple[int, int]:
+        """What must stay together along K and N of a weight [K, N] to be quantized, or rotated."""
+        blocks = [1, 1]
+        for rule, axis in ((self.fprop.rhs, -2), (self.dgrad.rhs, -1)):
+            if rule.hadamard is not None:
+                blocks[axis] = math.lcm(blocks[axis], rule.hadamard.size)
+            if isinstance(rule, Quantizer):
+                blocks = list(map(math.lcm, blocks, rule.window(axis) or (1, 1)))
+        return blocks[0], blocks[1]
 
     def replace(self, **changes: Any) -> "Recipe":
         """A copy with some fields changed; unless named anew it is called ``NAME*``."""
