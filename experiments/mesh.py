@@ -5,6 +5,7 @@ import math
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -108,9 +109,19 @@ def specs(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 def place(tree: T, mesh: Mesh) -> T:
     """The arrays on the mesh. Every process has all of them, and the same."""
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, mesh))
-    placed: T = jax.device_put(tree, shardings)
+    placed: T = jax.tree.map(
+        lambda x, spec: _put(x, NamedSharding(mesh, spec)), tree, specs(tree, mesh)
+    )
     return placed
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """`jax.device_put` takes no array of one process to the devices of several."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = _put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def lay(tree: T) -> T:
@@ -157,6 +168,6 @@ def whole_batch(batch: Any, mesh: Mesh) -> Any:
 
     def of(x: np.ndarray) -> jax.Array:
         spec = EVERYWHERE if len(x) % shards else BATCH
-        return jax.device_put(x, NamedSharding(mesh, spec))
+        return _put(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(of, batch)

@@ -19,27 +19,32 @@ class Metrics:
 
     Args:
       path: of the file; made if it is missing.
+      wanted: whether to write at all.
       after: the step that the run goes on after. What the file has of later steps, and a line that
         was cut short, is dropped: those steps are done again.
     """
 
-    def __init__(self, path: Path, after: int) -> None:
-        kept = [line for line in read(path) if line["step"] <= after]
-        folder.write(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.missing = after - len(kept)
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, wanted: bool, after: int) -> None:
+        self.missing, self._file = 0, None
+        if wanted:
+            kept = [line for line in read(path) if line["step"] <= after]
+            folder.write(path, "".join(json.dumps(line) + "\n" for line in kept))
+            self.missing = after - len(kept)
+            self._file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def write(self, lines: list[dict[str, Any]]) -> None:
         """Appends lines; on the disk when this returns."""
-        self._file.write("".join(json.dumps(line) + "\n" for line in lines))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            self._file.write("".join(json.dumps(line) + "\n" for line in lines))
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -65,8 +65,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError("it must hold options and their values, an option being a name")
     if "config" in values:
         raise ValueError("it must not name another file by the option config")
+    for name, section in list(values.items()):
+        if isinstance(section, dict):
+            del values[name]
+            values |= {f"{name}.{key}": value for key, value in section.items()}
     for name, value in values.items():
         parts = value if isinstance(value, list) else [value]
         if any(isinstance(part, dict | list) for part in parts):
-            raise ValueError(f"{name} must be a value or a list of values, not a section")
+            raise ValueError(f"{name} must be a value or a list of values")
     return values

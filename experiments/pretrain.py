@@ -5,6 +5,7 @@ holds all that a step changes, the random streams of stochastic rounding and the
 data included.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -24,11 +25,13 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 import fp4jax as fp4
-from experiments import data, folder, options, plots, terminal, zoo
+from experiments import data, folder, options, plots, processes, terminal, zoo
 from experiments.checkpoint import Checkpoints, NotSavedError
+from experiments.mesh import Extents, MeshError, make_mesh, rows_here
 from experiments.metrics import Metrics, TensorBoard, read, table
 from experiments.optimization import Training, schedule
 from experiments.pipeline import SEEDS
+from experiments.processes import Processes, ProcessesError
 from experiments.progress import display
 from experiments.step import all_finite
 from experiments.train import Data, Progress, Run
@@ -38,9 +41,13 @@ INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
 UNUSABLE = 2  # that of one that was called with something it cannot work with
 DIVERGED = 3  # of a run whose numbers went non-finite
 NOT_SAVED = 4  # of one that could not write, for lack of space or permission
+LOST = 5  # of a process whose run lost another one
 
 # What changes no result, so that a run may go on with other values.
-FREE = ("out", "keep", "checkpoint_every", "data", "tokenizer", "config", "tensorboard")
+FREE = (
+    *("out", "keep", "checkpoint_every", "data", "tokenizer", "config", "tensorboard"),
+    *("mesh", "joined"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,8 @@ class Config:
     """Also write the metrics for TensorBoard, to the folder tensorboard in the output folder."""
     config: Path | None = None
     """A TOML or YAML file with any of these options; those on the command line win."""
+    mesh: Extents = dataclasses.field(default_factory=Extents)
+    joined: tyro.conf.OmitArgPrefixes[Processes] = dataclasses.field(default_factory=Processes)
     training: tyro.conf.OmitArgPrefixes[Training] = dataclasses.field(default_factory=Training)
 
     @classmethod
@@ -97,31 +106,51 @@ class NonFiniteError(Exception):
 def main(args: Sequence[str] | None = None) -> int:
     """Does the run that the command line asks for, or the rest of it; returns the exit code."""
     config = parse(sys.argv[1:] if args is None else args)
-    console = Console()
     # Both log long tracebacks of what is raised here as one exception.
     for name in ("absl", "jax._src.debugging"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
+    with contextlib.ExitStack() as claim:
+        try:
+            found = _start(config, claim)
+            return _train_and_report(config, found, Console(quiet=not processes.is_first()))
+        except (data.DataError, folder.FolderError, MeshError, ProcessesError) as error:
+            return _complain(f"error: {error}", UNUSABLE)
+        except (NotSavedError, OSError) as error:
+            text = f"stopped: {error}; the same command goes on from there"
+            return processes.leave(_complain(text, NOT_SAVED))
+        except KeyboardInterrupt:
+            return processes.leave(INTERRUPTED)
+        except jax.errors.JaxRuntimeError as error:
+            if (why := processes.why_lost(error)) is None:
+                raise
+            text = f"stopped: another process of the run has ended ({why}); the same commands go on"
+            return processes.leave(_complain(text, LOST))
+
+
+def _start(config: Config, claim: contextlib.ExitStack) -> Data:
+    """Joins the other processes, reads the data and claims the output folder."""
+    processes.join(config.joined)
+    with processes.starting():
+        rows_here(make_mesh(config.mesh), config.training.batch)
         found = zoo.load(
             MODELS[config.model], config.data, config.training.sequence, config.tokenizer
         )
-        with folder.claimed(config.out, described(config, found), FREE, config.tokenizer):
-            return _train_and_report(config, found, console)
-    except (data.DataError, folder.FolderError) as error:
-        return _complain(f"error: {error}", UNUSABLE)
-    except (NotSavedError, OSError) as error:
-        return _complain(f"stopped: {error}; the same command goes on from there", NOT_SAVED)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        about = described(config, found)
+        if processes.is_first():
+            claim.enter_context(folder.claimed(config.out, about, FREE, config.tokenizer))
+    processes.refuse_differences(about | {"jax": jax.__version__})
+    return found
 
 
 def _train_and_report(config: Config, found: Data, console: Console) -> int:
     try:
         asked = pretrain(config, found, console)
     except NonFiniteError as error:
-        _report(config, found)
+        if processes.is_first():
+            _report(config, found)
         return _complain(f"stopped: {error}", DIVERGED)
-    console.print(Markdown(_report(config, found)))
+    if processes.is_first():
+        console.print(Markdown(_report(config, found)))
     if asked is not None:
         console.print("Stopped on request; the same command goes on from here.")
         return INTERRUPTED if asked == signal.SIGINT else 0
@@ -151,6 +180,8 @@ def pretrain(config: Config, found: Data, console: Console) -> int | None:
     run = make_run(config, found)
     label, per_step = f"{config.model}, {config.recipe}", config.training.batch * found.targets
     say = functools.partial(terminal.say, console=console)
+    first = processes.is_first()
+    board_wanted = config.tensorboard and first
     with (
         Stop(say) as stop,
         Checkpoints(config.out / "checkpoints", config.keep) as checkpoints,
@@ -158,8 +189,8 @@ def pretrain(config: Config, found: Data, console: Console) -> int | None:
         if resume(run, checkpoints, say):
             say(f"going on after step {run.done}")
         with (
-            Metrics(config.out / "metrics.jsonl", after=run.done) as metrics,
-            TensorBoard(config.out / "tensorboard", config.tensorboard, run.done) as board,
+            Metrics(config.out / "metrics.jsonl", first, run.done) as metrics,
+            TensorBoard(config.out / "tensorboard", board_wanted, run.done) as board,
             display(console, label, run.training.steps, per_step, found.counted) as show,
         ):
             if metrics.missing:
@@ -183,7 +214,8 @@ def make_run(config: Config, found: Data, adapt: Callable[[Any], Any] = lambda m
     """The run before its first step."""
     recipe = recipe_of(config.recipe, config.late_bf16, config.training.steps)
     preset = MODELS[config.model]
-    return zoo.make_run(preset, recipe, found, config.training, config.seed, adapt)
+    mesh = make_mesh(config.mesh)
+    return zoo.make_run(preset, recipe, found, config.training, config.seed, adapt, mesh)
 
 
 def recipe_of(name: str, late_bf16: float, steps: int) -> fp4.Recipe | fp4.Schedule:
@@ -285,18 +317,20 @@ class Stop:
         self.signal = number
 
     def asked(self) -> bool:
-        """Whether to stop."""
+        """Whether this process was asked to stop, or another one; all must call this together."""
+        self.signal = processes.largest(self.signal or 0) or None
         return self.signal is not None
 
 
 def _complain(text: str, code: int) -> int:
-    terminal.say(text)
+    terminal.say(f"process {jax.process_index()}: {text}" if processes.are_several() else text)
     return code
 
 
 def described(config: Config, found: Data) -> dict[str, Any]:
     """A run in plain values: what was asked for, and what follows from the data."""
     asked = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    del asked["joined"]  # which is not the same in all processes
     follows = {"data_sha256": found.sha256, "fits": found.fits, "unit": found.unit}
     return asked.pop("training") | asked | follows
 
