@@ -235,22 +235,21 @@ def resume(run: Run, checkpoints: Checkpoints, warn: Callable[[str], None]) -> b
 
 def where_it_began(config: Config, found: Data, checkpoints: Checkpoints, until: int) -> str:
     """Repeats the steps after the last good checkpoint, each operand watched."""
-    run = make_run(config, found, _watched)
+    reports: list[str] = []
+    run = make_run(config, found, lambda model: _watched(model, reports.append))
     kept = "there is no checkpoint yet"
     if resume(run, checkpoints, lambda text: None):
         kept = f"the checkpoint of step {run.done} is kept"
-    done = run.done
-    try:
-        for progress in run.go(every=1):
-            done = progress.step
-            if not _is_finite(progress, run):
-                return f"in step {done}, outside the quantized layers; {kept}"
-            if done == until:
-                break
-    except jax.errors.JaxRuntimeError as error:
-        said = [line for line in str(error).splitlines() if "FloatingPointError" in line]
-        what = said[0].split("FloatingPointError: ")[-1] if said else str(error)
-        return f"in step {done + 1}, {what}; {kept}"
+    for progress in run.go(every=1):
+        jax.effects_barrier()
+        # One process has been told.
+        if processes.largest(len(reports)):
+            what = reports[0] if reports else "an operand that process 0 names"
+            return f"in step {max(progress.step, 1)}, {what}; {kept}"
+        if not _is_finite(progress, run):
+            return f"in step {progress.step}, outside the quantized layers; {kept}"
+        if progress.step == until:
+            break
     return f"at step {until}, but not when it was repeated; {kept}"
 
 
@@ -259,12 +258,14 @@ def _is_finite(progress: Progress, run: Run) -> bool:
     return losses and bool(all_finite(run.state.params))
 
 
-def _watched(model: Any) -> Any:
+def _watched(model: Any, report: Callable[[str], None]) -> Any:
     """The quantized model with every operand checked and named by its layer."""
     for path, layer in nnx.iter_modules(model):
         if isinstance(layer, fp4.nnx.Product):
             name = ".".join(map(str, path[:-1]))
-            layer.hook = type(layer.hook)(fp4.checked(layer.hook.recipe, name))
+            layer.hook = dataclasses.replace(
+                layer.hook, recipe=fp4.checked(layer.hook.recipe, name, report)
+            )
     return model
 
 

@@ -20,7 +20,6 @@ from fp4jax.quantize import encode, rotate
 from fp4jax.quantizer import Quantizer
 from fp4jax.recipe import Cast, OperandRule, Recipe
 from fp4jax.refuse import refuse_derivative
-from fp4jax.watch import report_non_finite
 
 # What `jax.checkpoint` policies know the kept operands by.
 RESIDUAL = "fp4jax.residual"
@@ -209,7 +208,7 @@ def _keep(
 
 def _cast(x: Array, rule: Cast, axis: int) -> Array:
     if rule.watch is not None:
-        report_non_finite(x, rule.watch)
+        rule.watch.look(x)
     if rule.hadamard is not None:
         x = rotate(x, rule.hadamard, axis)
     return x.astype(rule.dtype)

@@ -35,7 +35,6 @@ from fp4jax.rounding import (
     to_steps,
 )
 from fp4jax.scaling import Blocks, Scales
-from fp4jax.watch import report_non_finite
 
 
 def quantize(
@@ -159,7 +158,7 @@ def encode(
         scale for all of ``x``.
     """
     if quantizer.watch is not None:
-        report_non_finite(x, quantizer.watch)
+        quantizer.watch.look(x)
     format, hadamard, window = quantizer.format, quantizer.hadamard, quantizer.window(axis)
     y = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     if hadamard is not None:

@@ -6,6 +6,7 @@ from fp4jax.formats import Format
 from fp4jax.hadamard import Hadamard
 from fp4jax.rounding import Nearest, Rounding
 from fp4jax.scaling import ScaleRule, default_rule
+from fp4jax.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Quantizer:
       scale_rule: from blocks to scales; by default `AmaxScale`, for MX formats
         ``PowerOfTwo("floor")``, for a format with two grids `BetterElement`.
       hadamard: a transform of the block axis before anything else, or None.
-      watch: name under which non-finite elements are reported (see `fp4jax.checked`), or None.
+      watch: reports non-finite elements (see `fp4jax.checked`); or None.
 
     Raises:
       ValueError: if the tile or the scale rule does not fit the format.
@@ -31,7 +32,7 @@ class Quantizer:
     rounding: Rounding = Nearest()
     scale_rule: ScaleRule | None = None
     hadamard: Hadamard | None = None
-    watch: str | None = None
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):

@@ -9,6 +9,7 @@ import numpy as np
 
 from fp4jax.hadamard import Hadamard
 from fp4jax.quantizer import Quantizer
+from fp4jax.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +20,12 @@ class Cast:
       dtype: to convert to.
       hadamard: a transform of the contraction axis before that, to go with a quantized operand
         that is transformed; or None.
-      watch: name under which non-finite elements are reported (see `fp4jax.checked`), or None.
+      watch: reports non-finite elements (see `fp4jax.checked`); or None.
     """
 
     dtype: np.dtype[Any]
     hadamard: Hadamard | None = None
-    watch: str | None = None
+    watch: Watch | None = None
 
     needs_key = False
 

@@ -1,23 +1,40 @@
 """Reports, at run time, that a named tensor holds a NaN or an inf."""
 
-import functools
+import dataclasses
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 
-def report_non_finite(x: Array, name: str) -> None:
-    """Makes the computation fail with the name and the number of elements if any is not finite.
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What a tensor is reported as, and to whom.
 
-    Works under every transformation of JAX, jit included; costs a pass over ``x`` and a call to
-    the host. The error is a ``jax.errors.JaxRuntimeError`` that quotes a FloatingPointError.
+    Attributes:
+      name: of the tensor.
+      report: called on the host with the message; None to make the computation fail with it.
     """
-    count = jnp.sum(~jnp.isfinite(x), dtype=jnp.int32)
-    jax.debug.callback(functools.partial(_raise_if_any, name, x.shape), count)
 
+    name: str
+    report: Callable[[str], None] | None = None
 
-def _raise_if_any(name: str, shape: tuple[int, ...], count: int) -> None:
-    if count:
-        size = functools.reduce(int.__mul__, shape, 1)
-        raise FloatingPointError(f"{name}: {count} of {size} elements are not finite, {shape}")
+    def look(self, x: Array) -> None:
+        """Reports the name and the number of elements if any is not finite.
+
+        Works under every transformation of JAX, jit included; costs a pass over ``x`` and a call to
+        the host. A failure is a ``jax.errors.JaxRuntimeError`` that quotes a FloatingPointError.
+        """
+        shape = x.shape
+
+        def tell(count: int) -> None:
+            if count:
+                size = math.prod(shape)
+                text = f"{self.name}: {count} of {size} elements are not finite, {shape}"
+                if self.report is None:
+                    raise FloatingPointError(text)
+                self.report(text)
+
+        jax.debug.callback(tell, jnp.sum(~jnp.isfinite(x), dtype=jnp.int32))
