@@ -3,6 +3,7 @@
 import pytest
 
 from experiments import compare, options, pretrain
+from experiments.mesh import Extents
 
 
 @pytest.fixture
@@ -45,6 +46,26 @@ def test_a_file_sets_options_as_the_command_line_does(file, text, name):
     assert config.training.learning_rate == 1e-4
     assert str(config.config) == args[1]
     assert config.training.steps == 300, "what is not named keeps its default"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("[mesh]\nfsdp = 4\ndata = 2", "o.toml"),
+        ("mesh.fsdp = 4\nmesh.data = 2", "o.toml"),
+        ("mesh:\n  fsdp: 4\n  data: 2", "o.yaml"),
+        ("mesh.fsdp: 4\nmesh.data: 2", "o.yaml"),
+    ],
+)
+def test_a_section_sets_the_options_that_begin_with_its_name(file, text, name):
+    assert pretrain.parse(file(text, name)).mesh == Extents(data=2, fsdp=4)
+
+
+@pytest.mark.parametrize("text", ["[training]\nsteps = 3", "[mesh]\nrows = 3"])
+def test_an_unknown_section_is_an_unknown_option(file, capsys, text):
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.parse(file(text))
+    assert "Unrecognized" in capsys.readouterr().err
 
 
 def test_the_command_line_wins(file):
@@ -98,8 +119,7 @@ def test_values_are_those_of_the_last_time_an_option_was_given():
         ("steps = 3", "o.json", "the ending must be .toml, .yaml or .yml, not '.json'"),
         ("steps = ", "o.toml", "o.toml: Invalid value (at end of document)"),
         ("data: [a", "o.yaml", "expected ',' or ']'"),
-        ("[training]\nsteps = 3", "o.toml", "training must be a value or a list of values"),
-        ("training:\n  steps: 3", "o.yaml", "training must be a value or a list of values"),
+        ("[mesh.data]\na = 3", "o.toml", "mesh.data must be a value or a list of values"),
         ("data: [[a, b]]", "o.yaml", "data must be a value or a list of values"),
         ("- steps\n- 3", "o.yaml", "it must hold options and their values"),
         ("8: 3", "o.yaml", "an option being a name"),
