@@ -10,16 +10,19 @@ import dataclasses
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import linen
 from jax import Array
 
+from fp4jax.gather import Gather
 from fp4jax.hooks import ConvGeneralDilated, DotGeneral, EinsumOp, Hook, keep_kernel
 from fp4jax.layers import (
     LINEN_HOOKS,
     LINEN_KINDS,
+    Layer,
     Path,
     dotted,
     kind_of,
@@ -35,6 +38,7 @@ from fp4jax.schedule import Schedule
 
 M = TypeVar("M", bound=linen.Module)
 Recipes = tuple[tuple[Path, Recipe | None], ...]
+Gathers = tuple[tuple[Path, Gather], ...]
 
 
 class Dense(linen.Dense, kw_only=True):
@@ -88,22 +92,33 @@ class Einsum(linen.Einsum, kw_only=True):
         return _einsum(self, EinsumOp(self.recipe), inputs, einsum_str)
 
 
-def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs: Any) -> M:
+def quantize_model(
+    model: M,
+    policy: Policy,
+    *args: Any,
+    step: int = 0,
+    gather: Callable[[Layer], Gather | None] | None = None,
+    **kwargs: Any,
+) -> M:
     """The model with the layers that ``policy`` reaches quantized, found by tracing one call.
 
     The result is a module of a subclass of the model's own class, with the same attributes,
     methods and variables; ``recipes`` has each layer's path with its recipe or None. A call that
     reaches a layer which the example inputs did not reach raises ValueError, since no rule has
-    decided about it. A later ``step`` gives a module with the recipes that the policy's schedules
-    have there. A submodule of the result that is called directly, as ``bound.encoder(x)``, not from
-    one of the model's methods, is the plain layer that it was.
+    decided about it. Called again on the result with a later ``step`` it gives a module with the
+    recipes that the policy's schedules have there, whose kernels lie as they did. A submodule of
+    the result that is called directly, as ``bound.encoder(x)``, not from one of the model's
+    methods, is the plain layer that it was.
 
     Args:
       model: any Linen model; one that is already quantized is quantized anew.
       policy: which layer gets which recipe.
       *args: example inputs, arrays or `jax.ShapeDtypeStruct`; the model is only traced.
       step: of training, for schedules.
-      **kwargs: likewise example inputs.
+      gather: how a layer's kernel (one layer's, where `flax.linen.scan` stacks them) lies on a
+        mesh, if its shards are to travel quantized. No mesh is needed here, but wherever the result
+        is called or initialized.
+      **kwargs: likewise example inputs; none of them can be called ``step`` or ``gather``.
 
     Raises:
       ValueError: if a rule of the policy reaches no layer, or a layer has a product, a
@@ -112,7 +127,8 @@ def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs
     """
     if not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy such as Policy.keep_ends(), not {policy!r}")
-    base: Any = getattr(type(model), "_quantized_from", type(model))
+    kind: Any = type(model)
+    base = getattr(kind, "_quantized_from", kind)
     fields = _fields(model)
     layers = linen_layers(base(**fields), args, kwargs)
     chosen = policy.assign(layers)
@@ -122,14 +138,20 @@ def quantize_model(model: M, policy: Policy, *args: Any, step: int = 0, **kwargs
         return choice.at(step) if isinstance(choice, Schedule) else choice
 
     recipes = tuple((layer.path, now(layer.path)) for layer in layers)
-    quantized: M = _quantized_class(base, recipes)(**fields)
-    traced_init(quantized, args, kwargs)  # raises what the layers themselves refuse
+    # Raises what the layers themselves refuse.
+    traced_init(_quantized_class(base, recipes, ())(**fields), args, kwargs)
     for layer in layers:
         if layer.path in chosen and not layer.as_in_flax:
             raise NotImplementedError(
                 f"{layer.name} is a {layer.kind} whose __call__ does not use its product as "
                 "Flax's does, and cannot be quantized"
             )
+    if gather is None:
+        gathers = () if base is kind else kind.gathers
+    else:
+        asked = [(layer, gather(layer)) for layer in layers if layer.path in chosen]
+        gathers = tuple((layer.path, lies) for layer, lies in asked if lies is not None)
+    quantized: M = _quantized_class(base, recipes, gathers)(**fields)
     return quantized
 
 
@@ -142,18 +164,19 @@ def _fields(model: linen.Module) -> dict[str, Any]:
     }
 
 
-def _rebuilt(base: Any, recipes: Recipes, fields: dict[str, Any]) -> Any:
+def _rebuilt(base: Any, recipes: Recipes, gathers: Gathers, fields: dict[str, Any]) -> Any:
     """A quantized module from what it was pickled as: its class exists only here."""
-    return _quantized_class(base, recipes)(**fields)
+    return _quantized_class(base, recipes, gathers)(**fields)
 
 
 @functools.cache
-def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
+def _quantized_class(base: type[Any], recipes: Recipes, gathers: Gathers) -> type[Any]:
     """A subclass whose methods run with the layers' products replaced.
 
-    One for each class and recipes, so that modules are equal, and their traces found again, where
-    both are. A wrapper module would do less: it changes the paths of submodules that are
-    attributes. And a further attribute would get in the way of Flax's transforms of classes.
+    One for each class, recipes and gathers, so that modules are equal, and their traces found
+    again, where all of these are. A wrapper module would do less: it changes the paths of
+    submodules that are attributes. And a further attribute would get in the way of Flax's
+    transforms of classes.
     """
 
     def guarded(method: Any, whole: bool = False) -> Any:
@@ -162,8 +185,8 @@ def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
             if self.scope is None and not whole:  # unbound, and so without layers to run
                 return method(self, *args, **kwargs)
             path = () if whole else self.path
-            intercept = _interceptor(dict(recipes), len(path))
-            with traced_for((recipes, path)), linen.intercept_methods(intercept):
+            intercept = _interceptor(dict(recipes), dict(gathers), len(path))
+            with traced_for((recipes, gathers, path)), linen.intercept_methods(intercept):
                 return method(self, *args, **kwargs)
 
         return functools.update_wrapper(call, method, updated=())
@@ -178,15 +201,18 @@ def _quantized_class(base: type[Any], recipes: Recipes) -> type[Any]:
         for name in ("apply", "init_with_output"):
             namespace[name] = guarded(getattr(base, name), whole=True)
         namespace["__reduce__"] = linen.nowrap(
-            lambda self: (_rebuilt, (base, recipes, _fields(self)))
+            lambda self: (_rebuilt, (base, recipes, gathers, _fields(self)))
         )
         namespace["__module__"], namespace["__doc__"] = base.__module__, base.__doc__
-        namespace["recipes"], namespace["_quantized_from"] = recipes, base
+        namespace["recipes"], namespace["gathers"] = recipes, gathers
+        namespace["_quantized_from"] = base
 
     return types.new_class(f"Quantized{base.__name__}", (base,), exec_body=body)
 
 
-def _interceptor(recipes: dict[Path, Recipe | None], above: int) -> Any:
+def _interceptor(
+    recipes: dict[Path, Recipe | None], gathers: dict[Path, Gather], above: int
+) -> Any:
     """What replaces products, for layers ``above`` names below the top."""
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -201,39 +227,41 @@ def _interceptor(recipes: dict[Path, Recipe | None], above: int) -> Any:
             )
         if (recipe := recipes[path]) is None:
             return call(*args, **kwargs)
-        return _call_quantized(layer, recipe, call, args, kwargs)
+        return _call_quantized(layer, recipe, gathers.get(path), call, args, kwargs)
 
     return intercept
 
 
-def _call_quantized(layer: Any, recipe: Recipe, call: Any, args: Any, kwargs: Any) -> Any:
+def _call_quantized(
+    layer: Any, recipe: Recipe, gather: Gather | None, call: Any, args: Any, kwargs: Any
+) -> Any:
     """The layer's ``__call__`` with its product replaced for that time."""
-    _check(layer, recipe)
+    _check(layer, recipe, gather)
     if isinstance(layer, linen.Einsum):  # which has no hook
-        return _einsum(layer, EinsumOp(recipe), *args, **kwargs)
-    with replaced(layer, _quantized_attributes(layer, recipe)):
+        return _einsum(layer, EinsumOp(recipe, gather), *args, **kwargs)
+    with replaced(layer, _quantized_attributes(layer, recipe, gather)):
         return call(*args, **kwargs)
 
 
 def _install(layer: Any, recipe: Recipe) -> None:
-    _check(layer, recipe)
-    set_attributes(layer, _quantized_attributes(layer, recipe))
+    _check(layer, recipe, None)
+    set_attributes(layer, _quantized_attributes(layer, recipe, None))
 
 
-def _quantized_attributes(layer: Any, recipe: Recipe) -> dict[str, Any]:
-    name, hook = _hook(layer, recipe)
+def _quantized_attributes(layer: Any, recipe: Recipe, gather: Gather | None) -> dict[str, Any]:
+    name, hook = _hook(layer, recipe, gather)
     return {name: hook, "promote_dtype": _keep_kernel}
 
 
-def _hook(layer: Any, recipe: Recipe) -> tuple[str, Hook]:
+def _hook(layer: Any, recipe: Recipe, gather: Gather | None) -> tuple[str, Hook]:
     """The name of the attribute that holds the layer's product, and what goes there."""
     name, _ = LINEN_HOOKS[kind_of(layer, LINEN_KINDS)]
     if name == "dot_general":
-        return name, DotGeneral(recipe)
-    return name, ConvGeneralDilated(recipe)
+        return name, DotGeneral(recipe, gather)
+    return name, ConvGeneralDilated(recipe, gather)
 
 
-def _check(layer: Any, recipe: Recipe) -> None:
+def _check(layer: Any, recipe: Recipe, gather: Gather | None) -> None:
     """Raises what `quantize_model` says it raises about one layer."""
     where = f" of {dotted(layer.path)}" if layer.scope is not None else ""
     if isinstance(layer, linen.ConvLocal):
@@ -241,7 +269,7 @@ def _check(layer: Any, recipe: Recipe) -> None:
             f"layer {dotted(layer.path)} is a ConvLocal, which has a kernel for each position: "
             "that is no single product and cannot be quantized"
         )
-    name, hook = _hook(layer, recipe)
+    name, hook = _hook(layer, recipe, gather)
     usual = {
         name: (None, hook),
         f"{name}_cls": (None,),

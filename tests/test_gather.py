@@ -254,8 +254,8 @@ def test_layers_of_a_model_that_is_scanned(remat):
         return cube((jax.checkpoint(run) if remat else run)(params, x))
 
     x = jnp.ones((32, 64))
-    # A loop's body is listed once: Fprop, Dgrad, and with remat Fprop again.
-    expected = (3 if remat else 2) * (64 * 64 // 2 + 64 * 64 // 256)
+    # Of each of the 3 layers: in Fprop, in Dgrad, and with remat in Fprop again.
+    expected = 3 * (3 if remat else 2) * (64 * 64 // 2 + 64 * 64 // 256)
     spread = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     assert gathered_u8(value, spread, x) == expected
 

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen
+from jax.sharding import AxisType
 
 import fp4jax as fp4
+from experiments.wire import collectives, moved_bytes
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
+P = jax.P
 NVFP4 = fp4.recipes.nvfp4()
 NEAREST = fp4.recipes.nvfp4(rounding=fp4.Nearest())
 
@@ -322,3 +325,108 @@ def test_blocks_that_share_a_trace_are_refused():
 
     with pytest.raises(NotImplementedError, match=r"JitBlock_1\.\w+ shares a trace"):
         fp4.Policy([fp4.Rule("*", NEAREST)]).explain(Jitted(), normal(20, 32))
+
+
+class Heads(linen.Module):
+    """A layer of each kind, as the body of a scan."""
+
+    @linen.compact
+    def __call__(self, x, _):
+        x = linen.Dense(64, name="dense")(x)
+        x = linen.DenseGeneral((4, 16), name="general")(x)
+        x = linen.Einsum((4, 16, 64), "...hk,hkd->...d", use_bias=False, name="einsum")(x)
+        return jnp.tanh(x), None
+
+
+class Stack(linen.Module):
+    """Three blocks whose parameters are stacked, done anew in the backward pass."""
+
+    @linen.compact
+    def __call__(self, x):
+        scanned = linen.scan(
+            linen.remat(Heads),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "quantize": True},
+            length=3,
+        )
+        return scanned(name="blocks")(x, None)[0]
+
+
+class Image(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Conv(64, (1, 3), name="conv")(x)
+
+
+# How one layer's kernel lies: its input features divided, or its output features or heads.
+LIES = {
+    "dense": P("fsdp"),
+    "general": P(None, "fsdp"),
+    "einsum": P("fsdp"),
+    "conv": P(None, None, None, "fsdp"),
+}
+
+
+def lies(layer):
+    return fp4.Gather(LIES[layer.path[-1]])
+
+
+def fsdp(shards=4):
+    return jax.make_mesh((shards,), ("fsdp",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize(("model", "passes"), [(Stack(), 3), (Image(), 2)], ids=["scan", "conv"])
+def test_kernels_in_shards_travel_quantized(model, passes):
+    """In Fprop, in Dgrad, and where the blocks are done anew in Fprop again, with the same bits."""
+    x = normal(32, 64) if passes == 3 else normal(2, 1, 6, 64)
+    policy = fp4.Policy([fp4.Rule("*", NVFP4, convolutions=True)])
+    single = fp4.linen.quantize_model(model, policy, x)
+    spread = fp4.linen.quantize_model(model, policy, x, gather=lies)
+    variables = single.init(jax.random.key(0), x)
+
+    def step(quantized):
+        def loss(variables, x):
+            y = quantized.apply(variables, x, rngs={"quantize": jax.random.key(1)})
+            return (y**3).sum(), y
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+    expected = step(single)(variables, x)
+    with jax.set_mesh(fsdp()):
+        program = step(spread).lower(variables, x).compile()
+        got = program(variables, x)
+    for mine, alone in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(mine, alone)
+    elements = 3 * 3 * 64 * 64 if passes == 3 else 3 * 64 * 64
+    moved = moved_bytes(collectives(program.as_text()), "all-gather")
+    assert moved == {"u8": passes * elements * (4 + 8 / 256) / 8}
+
+
+def test_how_kernels_lie_is_part_of_the_model():
+    x, policy = normal(32, 64), fp4.Policy([fp4.Rule("*", NVFP4)])
+    plain = fp4.linen.quantize_model(Stack(), policy, x)
+    spread = fp4.linen.quantize_model(Stack(), policy, x, gather=lies)
+    assert spread.gathers == tuple(
+        (("blocks", name), fp4.Gather(LIES[name])) for name in ("dense", "general", "einsum")
+    )
+    # Called again they lie as they did, whatever the recipes are now; or as one says.
+    assert spread == fp4.linen.quantize_model(spread, policy, x, step=5)
+    later = fp4.linen.quantize_model(spread, fp4.Policy([fp4.Rule("*", NEAREST)]), x)
+    assert later.gathers == spread.gathers and later != spread
+    assert plain == fp4.linen.quantize_model(spread, policy, x, gather=lambda layer: None)
+    again = fp4.linen.quantize_model(Stack(), policy, x, gather=lies)
+    assert again == spread and hash(again) == hash(spread) and again != plain
+    for copied in (pickle.loads(pickle.dumps(spread)), copy.deepcopy(spread)):
+        assert copied == spread and type(copied) is type(spread)
+
+
+def test_a_model_whose_kernels_lie_on_a_mesh_runs_on_one():
+    x, policy = normal(32, 64), fp4.Policy([fp4.Rule("*", NEAREST)])
+    model = fp4.linen.quantize_model(
+        linen.Dense(64), policy, x, gather=lambda layer: fp4.Gather(P("fsdp"))
+    )
+    with pytest.raises(ValueError, match="says which mesh a program runs on"):
+        model.init(jax.random.key(0), x)
+    with jax.set_mesh(fsdp()):
+        variables = model.init(jax.random.key(0), x)
+    same_variables(variables, linen.Dense(64).init(jax.random.key(0), x))
