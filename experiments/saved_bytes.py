@@ -32,10 +32,23 @@ def saved_bytes(layer: nnx.Module, x: jax.ShapeDtypeStruct) -> int:
         return jax.tree.leaves(jax.vjp(forward, params, x)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(params, x).jaxpr
-    passed_on = _passed_on(jaxpr)
-    kept = {passed_on.get(var, var) for var in jaxpr.outvars if isinstance(var, core.Var)}
-    own = jaxpr.invars[: len(jax.tree.leaves(params))]
-    return sum(_bits(var.aval) for var in kept.difference(own)) // 8
+    kept = kept_besides(jaxpr, len(jax.tree.leaves(params)))
+    return sum(bits_of(var.aval) for var in kept) // 8
+
+
+def kept_besides(jaxpr: core.Jaxpr, parameters: int) -> dict[core.Var, int]:
+    """What a jaxpr of residuals returns, each array once, and at which place.
+
+    Args:
+      jaxpr: returns residuals.
+      parameters: how many of its first arguments are none, where it only hands them on.
+    """
+    passed_on, own = _passed_on(jaxpr), set(jaxpr.invars[:parameters])
+    kept: dict[core.Var, int] = {}
+    for i, var in enumerate(jaxpr.outvars):
+        if isinstance(var, core.Var) and (first := passed_on.get(var, var)) not in own:
+            kept.setdefault(first, i)
+    return kept
 
 
 def _passed_on(jaxpr: core.Jaxpr) -> dict[core.Var, core.Var]:
@@ -53,8 +66,9 @@ def _passed_on(jaxpr: core.Jaxpr) -> dict[core.Var, core.Var]:
     return found
 
 
-def _bits(aval: Any) -> int:
-    return math.prod(aval.shape) * _bits_per_element(aval.dtype)
+def bits_of(array: Any) -> int:
+    """Bits of an array, or of what has its shape and dtype."""
+    return math.prod(array.shape) * _bits_per_element(array.dtype)
 
 
 def _bits_per_element(dtype: Any) -> int:
