@@ -57,7 +57,8 @@ FAST = {
 NOTES = """\
 - Weights (float32), optimizer state and gradients follow from shapes and where their parts lie.
 - Saved is what the backward pass reads besides the parameters. The models recompute nothing
-  (`jax.checkpoint`), and their attention keeps its scores.
+  (`jax.checkpoint`), and their attention keeps its scores. What several layers keep of one input
+  counts once for each, though a compiler may keep one.
 - The peak is arguments, results and temporary arrays, as XLA for CPUs plans them.
 - Bytes on the wire are those that a collective operation leaves on a device. XLA for CPUs sums
   gradients as float32 on every device; GPUs and TPUs leave each device its part of the sum.
@@ -366,8 +367,8 @@ def fake_mesh(extents: Extents) -> Mesh:
     """
     # It must be said before JAX makes its devices, and is refused after that.
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", extents.devices)
+        jax.config.update("jax_platforms", "cpu")
     return make_mesh(extents)
 
 
