@@ -39,16 +39,37 @@ def saved_bytes(layer: nnx.Module, x: jax.ShapeDtypeStruct) -> int:
 def kept_besides(jaxpr: core.Jaxpr, parameters: int) -> dict[core.Var, int]:
     """What a jaxpr of residuals returns, each array once, and at which place.
 
+    What follows from no array that is at hand, as a causal mask, is not kept but made again.
+
     Args:
       jaxpr: returns residuals.
       parameters: how many of its first arguments are none, where it only hands them on.
     """
     passed_on, own = _passed_on(jaxpr), set(jaxpr.invars[:parameters])
+    follows = _following(jaxpr, [True] * len(jaxpr.invars))
     kept: dict[core.Var, int] = {}
-    for i, var in enumerate(jaxpr.outvars):
-        if isinstance(var, core.Var) and (first := passed_on.get(var, var)) not in own:
+    for i, (var, real) in enumerate(zip(jaxpr.outvars, follows, strict=True)):
+        if isinstance(var, core.Var) and real and (first := passed_on.get(var, var)) not in own:
             kept.setdefault(first, i)
     return kept
+
+
+def _following(jaxpr: core.Jaxpr, given: list[bool]) -> list[bool]:
+    """Which results follow from arrays at hand, given which arguments do."""
+    follow = {var for var, does in zip(jaxpr.invars, given, strict=True) if does}
+    follow.update(jaxpr.constvars)  # arrays that were at hand when it was traced
+
+    def read(vars: list[Any]) -> list[bool]:
+        return [isinstance(var, core.Var) and var in follow for var in vars]
+
+    for eqn in jaxpr.eqns:
+        does = read(eqn.invars)
+        if eqn.primitive.name in CALLS:
+            found = _following(eqn.params[CALLS[eqn.primitive.name]].jaxpr, does)
+        else:
+            found = [any(does)] * len(eqn.outvars)
+        follow.update(var for var, does in zip(eqn.outvars, found, strict=True) if does)
+    return read(jaxpr.outvars)
 
 
 def _passed_on(jaxpr: core.Jaxpr) -> dict[core.Var, core.Var]:

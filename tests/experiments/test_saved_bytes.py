@@ -124,3 +124,13 @@ def test_random_streams_may_be_drawn_from():
 def test_what_is_kept_grows_with_the_tokens():
     one, ten = (saved_bytes(linear(), activation(shape=(n, FEATURES_IN))) for n in (1, 10))
     assert ten == 10 * one
+
+
+def test_a_mask_that_follows_from_no_array_is_not_kept():
+    class Masked(nnx.Module):
+        def __call__(self, x):
+            mask = jnp.broadcast_to(jnp.tri(4, FEATURES_IN, dtype=bool), x.shape)
+            return jnp.where(mask, jnp.sin(x), 0.0)
+
+    # The derivative of the sine.
+    assert saved_bytes(Masked(), activation(shape=(4, FEATURES_IN))) == 4 * FEATURES_IN * 4
