@@ -134,3 +134,12 @@ def test_a_mask_that_follows_from_no_array_is_not_kept():
 
     # The derivative of the sine.
     assert saved_bytes(Masked(), activation(shape=(4, FEATURES_IN))) == 4 * FEATURES_IN * 4
+
+
+def test_a_gathered_parameter_that_is_not_quantized_costs_nothing():
+    layer = linear()
+    layer.dot_general = fp4.DotGeneral(fp4.recipes.bf16(), fp4.Gather(jax.P("fsdp", None)))
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        kept = saved_bytes(layer, activation())
+    assert kept == TOKENS * FEATURES_IN * 2
