@@ -116,7 +116,7 @@ def test_scores_of_attention_are_kept(found):
 def test_peak_memory_holds_the_state_and_what_is_kept(found):
     """The old state lies where the new one will: it is there once."""
     state = found["weights"] + found["optimizer"]
-    assert state + found["kept_by_linear"] < found["peak"] < 1.1 * (state + found["kept"])
+    assert state + found["kept_by_linear"] < found["peak"] < 1.5 * (state + found["kept"])
 
 
 def test_bytes_on_the_wire(found):
