@@ -178,7 +178,7 @@ def mean_saved_bytes(model: Any, preset: Preset, training: Training) -> float:
 
     Those of mixtures of experts, which have no fixed number of rows, are left out.
     """
-    blocks = list(model.blocks)[: len(model.blocks) - preset.keep_last]
+    blocks = list(model.blocks)[preset.keep_first : len(model.blocks) - preset.keep_last]
     linears = [layer for _, layer in nnx.iter_graph(blocks) if isinstance(layer, nnx.Linear)]
     vit = isinstance(model.config, ViTConfig)
     length = model.positions[...].shape[1] if vit else training.sequence
@@ -197,7 +197,7 @@ def described(config: Config, preset: Preset, data: Data) -> dict[str, Any]:
         "corpus": {"name": data.name, "bytes": data.nbytes, "sha256": data.sha256},
         "training": dataclasses.asdict(config.training),
         "decay_from": phases(config.training)[1],
-        "bf16_blocks": {"first": 0, "last": preset.keep_last},
+        "bf16_blocks": {"first": preset.keep_first, "last": preset.keep_last},
         "unit": data.unit,
         "counted": data.counted,
         "targets": data.targets,

@@ -32,10 +32,44 @@ def saved_bytes(layer: nnx.Module, x: jax.ShapeDtypeStruct) -> int:
         return jax.tree.leaves(jax.vjp(forward, params, x)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(params, x).jaxpr
-    passed_on = _passed_on(jaxpr)
-    kept = {passed_on.get(var, var) for var in jaxpr.outvars if isinstance(var, core.Var)}
-    own = jaxpr.invars[: len(jax.tree.leaves(params))]
-    return sum(_bits(var.aval) for var in kept.difference(own)) // 8
+    kept = kept_besides(jaxpr, len(jax.tree.leaves(params)))
+    return sum(bits_of(var.aval) for var in kept) // 8
+
+
+def kept_besides(jaxpr: core.Jaxpr, parameters: int) -> dict[core.Var, int]:
+    """What a jaxpr of residuals returns, each array once, and at which place.
+
+    What follows from no array that is at hand, as a causal mask, is not kept but made again.
+
+    Args:
+      jaxpr: returns residuals.
+      parameters: how many of its first arguments are none, where it only hands them on.
+    """
+    passed_on, own = _passed_on(jaxpr), set(jaxpr.invars[:parameters])
+    follows = _following(jaxpr, [True] * len(jaxpr.invars))
+    kept: dict[core.Var, int] = {}
+    for i, (var, real) in enumerate(zip(jaxpr.outvars, follows, strict=True)):
+        if isinstance(var, core.Var) and real and (first := passed_on.get(var, var)) not in own:
+            kept.setdefault(first, i)
+    return kept
+
+
+def _following(jaxpr: core.Jaxpr, given: list[bool]) -> list[bool]:
+    """Which results follow from arrays at hand, given which arguments do."""
+    follow = {var for var, does in zip(jaxpr.invars, given, strict=True) if does}
+    follow.update(jaxpr.constvars)  # arrays that were at hand when it was traced
+
+    def read(vars: list[Any]) -> list[bool]:
+        return [isinstance(var, core.Var) and var in follow for var in vars]
+
+    for eqn in jaxpr.eqns:
+        does = read(eqn.invars)
+        if eqn.primitive.name in CALLS:
+            found = _following(eqn.params[CALLS[eqn.primitive.name]].jaxpr, does)
+        else:
+            found = [any(does)] * len(eqn.outvars)
+        follow.update(var for var, does in zip(eqn.outvars, found, strict=True) if does)
+    return read(jaxpr.outvars)
 
 
 def _passed_on(jaxpr: core.Jaxpr) -> dict[core.Var, core.Var]:
@@ -53,8 +87,9 @@ def _passed_on(jaxpr: core.Jaxpr) -> dict[core.Var, core.Var]:
     return found
 
 
-def _bits(aval: Any) -> int:
-    return math.prod(aval.shape) * _bits_per_element(aval.dtype)
+def bits_of(array: Any) -> int:
+    """Bits of an array, or of what has its shape and dtype."""
+    return math.prod(array.shape) * _bits_per_element(array.dtype)
 
 
 def _bits_per_element(dtype: Any) -> int:

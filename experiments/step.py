@@ -95,6 +95,11 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
+def traced_step(graphdef: Any, training: Training, state: State, batch: Any) -> jax.stages.Traced:
+    """``take_step`` traced for a state and a batch of these shapes on their mesh."""
+    return _traced(take_step, (graphdef, training), True, (state, batch))
+
+
 def compiled_step(
     graphdef: Any, training: Training, state: State, batch: Any
 ) -> Callable[..., Any]:
@@ -124,13 +129,19 @@ def _compiled(
     Runs that differ in their numbers only, as by another seed, share it.
     """
     args = jax.tree.unflatten(structure, leaves)
+    return _traced(function, static, in_place, args).lower().compile()
+
+
+def _traced(
+    function: Callable[..., Any], static: tuple[Any, ...], in_place: bool, args: tuple[Any, ...]
+) -> jax.stages.Traced:
     program = jax.jit(
         functools.partial(function, *static),
         donate_argnums=0 if in_place else None,
         out_shardings=(_shardings(args[0]), None, None) if in_place else None,
     )
     with jax.set_mesh(mesh_of(args)):
-        return program.lower(*args).compile()
+        return program.trace(*args)
 
 
 def _shapes(*args: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:

@@ -44,12 +44,14 @@ class Preset:
 
     Attributes:
       config: the model's shape; vocabulary, or size and classes of images, follow the data.
-      keep_last: how many of the last blocks keep their linear layers in BF16, whatever the recipe.
+      keep_first: how many of the first blocks keep their linear layers in BF16 by any recipe.
+      keep_last: how many of the last ones do.
       data: what it is trained on unless told.
       training: fields of ``Training`` that differ from its defaults.
     """
 
     config: Any
+    keep_first: int = 0
     keep_last: int = 1
     data: tuple[str, ...] = ("stdlib",)
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -80,6 +82,10 @@ MODELS: dict[str, Preset] = {
     "hybrid_m100": Preset(HybridConfig.m100(), keep_last=2),
     "transformer_m30": Preset(TransformerConfig.m30()),
     "transformer_m100": Preset(TransformerConfig.m100()),
+    # The paper's own, for many devices. Of the 1.2B it kept other blocks in turn; so it converges.
+    "transformer_1_2b": Preset(TransformerConfig.paper_1_2b(), keep_last=4),
+    "hybrid_8b": Preset(HybridConfig.paper_8b(), keep_last=8),
+    "hybrid_12b": Preset(HybridConfig.paper_12b(), keep_first=2, keep_last=8),
     "tiny": _HYBRID,  # the hybrid's name before there were others
 }
 
@@ -163,7 +169,7 @@ def _fitted(config: Any, fits: Mapping[str, int]) -> Any:
 
 
 def _policy(preset: Preset, recipe: fp4.Recipe | fp4.Schedule) -> fp4.Policy:
-    return fp4.Policy.keep_ends(first=0, last=preset.keep_last, recipe=recipe)
+    return fp4.Policy.keep_ends(preset.keep_first, preset.keep_last, recipe)
 
 
 def make_run(

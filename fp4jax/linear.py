@@ -100,6 +100,7 @@ def _forward(
     spec: Spec, x: Array, w: Array, words: Array | None, layout: Layout
 ) -> tuple[Array, tuple[QTensor | Array, QTensor | Array]]:
     fprop, wgrad, gather = spec.recipe.fprop, spec.recipe.wgrad, spec.gather
+    as_it_came = w  # the parameter itself, of which nothing has to be kept
     if gather is not None:
         gather.check(w.shape, (*[1] * (w.ndim - 2), *spec.recipe.weight_block))
         w = gather.lay(w)
@@ -114,7 +115,7 @@ def _forward(
         contract = -2
     else:
         w_operand, contract = _weight(spec, w, fprop.rhs, -2, words, _FPROP_RHS, layout)
-        w_kept = w
+        w_kept = as_it_came
     y = layout.rows(x_operand, w_operand, contract)
     x_kept = _keep(x, wgrad.lhs, words, layout.row_groups)
     return y.astype(spec.out_dtype), (x_kept, w_kept)
@@ -135,7 +136,8 @@ def _backward(
     if isinstance(w_kept, QTensor):
         w_operand = (w_kept if gather is None else gather.travel_packed(w_kept)).operand()
     else:
-        w_operand, _ = _weight(spec, w_kept, dgrad.rhs, -1, words, _DGRAD_RHS, layout)
+        w = w_kept if gather is None else gather.lay(w_kept)
+        w_operand, _ = _weight(spec, w, dgrad.rhs, -1, words, _DGRAD_RHS, layout)
     dy_operand = _operand(dy, dgrad.lhs, -1, words, _DGRAD_LHS, layout.row_groups)
     dx = layout.rows(dy_operand, w_operand, -1)
 

@@ -70,7 +70,9 @@ def _nano(monkeypatch, text, lenient_promotion, compile_fast):
     small = {"batch": 2}
     for name, preset in {
         "nano": Preset(TRANSFORMER, data=(text,), training=small),
-        "nano_hybrid": Preset(dataclasses.replace(HYBRID, pattern="-*"), 1, (text,), small),
+        "nano_hybrid": Preset(
+            dataclasses.replace(HYBRID, pattern="-*"), data=(text,), training=small
+        ),
         "nano_vit": Preset(VIT, data=("digits",), training={"batch": 4}),
     }.items():
         monkeypatch.setitem(zoo.MODELS, name, preset)

@@ -124,3 +124,22 @@ def test_random_streams_may_be_drawn_from():
 def test_what_is_kept_grows_with_the_tokens():
     one, ten = (saved_bytes(linear(), activation(shape=(n, FEATURES_IN))) for n in (1, 10))
     assert ten == 10 * one
+
+
+def test_a_mask_that_follows_from_no_array_is_not_kept():
+    class Masked(nnx.Module):
+        def __call__(self, x):
+            mask = jnp.broadcast_to(jnp.tri(4, FEATURES_IN, dtype=bool), x.shape)
+            return jnp.where(mask, jnp.sin(x), 0.0)
+
+    # The derivative of the sine.
+    assert saved_bytes(Masked(), activation(shape=(4, FEATURES_IN))) == 4 * FEATURES_IN * 4
+
+
+def test_a_gathered_parameter_that_is_not_quantized_costs_nothing():
+    layer = linear()
+    layer.dot_general = fp4.DotGeneral(fp4.recipes.bf16(), fp4.Gather(jax.P("fsdp", None)))
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        kept = saved_bytes(layer, activation())
+    assert kept == TOKENS * FEATURES_IN * 2

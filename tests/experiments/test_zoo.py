@@ -29,20 +29,30 @@ SWIGLU = (
     *(f"attention.{name}" for name in ATTENTION),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
-VIT = (*(f"attention.{name}" for name in ATTENTION), "mlp.up_proj", "mlp.down_proj")
+UNGATED = (*(f"attention.{name}" for name in ATTENTION), "mlp.up_proj", "mlp.down_proj")
 BLOCKS = {
     "hybrid": [HYBRID[kind] for kind in "M-M*-M-"],
     "transformer": [SWIGLU] * 4,
     "mamba": [HYBRID["M"]] * 6,
     "moe": [SWIGLU] * 4,  # the experts' kernels among them, the router not
-    "vit": [VIT] * 4,
+    "vit": [UNGATED] * 4,
     "hybrid_m30": [HYBRID[kind] for kind in "M-M-M*-M-M-M*-M-"],
     "hybrid_m100": [HYBRID[kind] for kind in "M-M-M*-M-M-M*-"],
     "transformer_m30": [SWIGLU] * 6,
     "transformer_m100": [SWIGLU] * 8,
+    "transformer_1_2b": [UNGATED] * 20,
+    "hybrid_8b": [HYBRID[kind] for kind in "M-M-M-M*" + "-M-M-M-M-M*" * 3 + "-M-M-M-M-M-"],
+    "hybrid_12b": [HYBRID[kind] for kind in "M-M-M-M*" + "-M-M-M-M*" * 5 + "-M-M-M-M-"],
     "tiny": [HYBRID[kind] for kind in "M-M*-M-"],
 }
-KEPT = {name: 2 if name in ("hybrid_m30", "hybrid_m100") else 1 for name in BLOCKS}
+# How many blocks at the start and at the end keep BF16.
+KEPT = dict.fromkeys(BLOCKS, (0, 1)) | {
+    "hybrid_m30": (0, 2),
+    "hybrid_m100": (0, 2),
+    "transformer_1_2b": (0, 4),
+    "hybrid_8b": (0, 8),
+    "hybrid_12b": (2, 8),
+}
 
 # On bytes, or on digits.
 PARAMETERS = {
@@ -55,6 +65,9 @@ PARAMETERS = {
     "hybrid_m100": 100_456_000,
     "transformer_m30": 30_810_240,
     "transformer_m100": 103_302_144,
+    "transformer_1_2b": 756_107_264,
+    "hybrid_8b": 7_012_430_848,
+    "hybrid_12b": 10_975_035_520,
     "tiny": 741_968,
 }
 
@@ -78,21 +91,23 @@ def recipes_by_layer(model) -> dict:
 
 
 def test_every_model_is_here():
-    assert set(BLOCKS) == set(PARAMETERS) == set(MODELS)
+    assert set(BLOCKS) == set(KEPT) == set(PARAMETERS) == set(MODELS)
 
 
 # Layers
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_all_blocks_but_the_last_carry_the_recipe(name):
+def test_all_blocks_but_those_at_the_ends_carry_the_recipe(name):
     """Embeddings, heads, routers and patches have no product of ours at all."""
-    blocks, kept = BLOCKS[name], KEPT[name]
+    blocks, (first, last) = BLOCKS[name], KEPT[name]
     names = [{f"blocks.{i}.{layer}" for layer in block} for i, block in enumerate(blocks)]
+    middle, ends = names[first:-last], names[:first] + names[-last:]
     found = recipes_by_layer(shapes(MODELS[name], fits(name)))
-    assert {layer for layer, got in found.items() if got == NVFP4} == set().union(*names[:-kept])
-    assert {layer for layer, got in found.items() if got == BF16} == set().union(*names[-kept:])
-    assert kept == 1 or 0.12 <= kept / len(blocks) <= 0.16, "the paper's models keep 15% and 16%"
+    assert {layer for layer, got in found.items() if got == NVFP4} == set().union(*middle)
+    assert {layer for layer, got in found.items() if got == BF16} == set().union(*ends)
+    if name.startswith("hybrid_"):
+        assert 0.12 <= len(ends) / len(blocks) <= 0.17, "the paper's hybrids keep 15% and 16%"
 
 
 # Sizes
@@ -100,7 +115,7 @@ def test_all_blocks_but_the_last_carry_the_recipe(name):
 
 def decoder(config: TransformerConfig, experts: int = 0) -> int:
     d, heads = config.d_model, config.num_heads + config.num_kv_heads
-    mlp = 3 * d * config.mlp_dim
+    mlp = (3 if config.mlp == "swiglu" else 2) * d * config.mlp_dim
     block = 2 * d + 2 * d * heads * config.head_dim + (experts * (mlp + d) or mlp)
     return config.num_blocks * block + d + 2 * 256 * d
 
