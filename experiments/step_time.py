@@ -12,6 +12,7 @@ from flax import nnx
 from jax import Array, lax
 
 from experiments import zoo
+from experiments.mesh import make_mesh, place, whole_batch
 from experiments.optimization import Training, optimizer
 from experiments.step import compiled_step, first_state
 
@@ -33,14 +34,17 @@ def contenders(
     found: dict[str, Callable[[], Array]] = {
         "plain JAX": _by_hand(zoo.plain_model(preset, VOCABULARY, seed=0), training, batch)
     }
+    mesh = make_mesh()
+    placed = whole_batch(batch, mesh)
     for recipe, make in recipes.items():
         model = zoo.make_model(preset, VOCABULARY, make(), seed=0)
-        graphdef, state = nnx.graphdef(model), first_state(model, training)
-        found[recipe] = _taking_steps(compiled_step(graphdef, training, state, batch), state, batch)
+        graphdef, state = nnx.graphdef(model), place(first_state(model, training), mesh)
+        step = compiled_step(graphdef, training, state, placed)
+        found[recipe] = _taking_steps(step, state, placed)
     return found
 
 
-def _taking_steps(step: Callable[..., Any], state: Any, batch: np.ndarray) -> Callable[[], Array]:
+def _taking_steps(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[], Array]:
     def run() -> Array:
         nonlocal state
         state, loss, _ = step(state, batch)
