@@ -132,21 +132,32 @@ def lay(tree: T) -> T:
     return laid
 
 
+def lay_parts(parts: T) -> T:
+    """Inside of jit: the parts of a batch, [parts, rows, ...], each divided as a batch is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = PartitionSpec(None, *BATCH)
+    laid: T = parts if mesh.size <= 1 else lax.with_sharding_constraint(parts, spec)
+    return laid
+
+
 def mesh_of(tree: Any) -> Mesh:
     """The mesh on which the arrays lie."""
     mesh: Mesh = jax.tree.leaves(tree)[0].sharding.mesh
     return mesh
 
 
-def rows_here(mesh: Mesh, size: int) -> slice:
+def rows_here(mesh: Mesh, size: int, parts: int = 1) -> slice:
     """The rows of a batch of ``size`` that this process's devices see.
 
     Raises:
-      MeshError: they do not divide evenly, or lie apart.
+      MeshError: the batch, or one of its ``parts``, does not divide evenly; or the rows lie apart.
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    if size % shards:
-        raise MeshError(f"a batch of {size} cannot be divided among {shards} devices (data x fsdp)")
+    if size % (shards * parts):
+        each = f" in {parts} parts" if parts > 1 else ""
+        raise MeshError(
+            f"a batch of {size}{each} cannot be divided among {shards} devices (data x fsdp)"
+        )
     places = NamedSharding(mesh, BATCH).addressable_devices_indices_map((size,)).values()
     found = sorted({index[0].indices(size)[:2] for index in places if index is not None})
     start, stop = found[0][0], found[-1][1]

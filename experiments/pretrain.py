@@ -131,7 +131,7 @@ def _start(config: Config, claim: contextlib.ExitStack) -> Data:
     """Joins the other processes, reads the data and claims the output folder."""
     processes.join(config.joined)
     with processes.starting():
-        rows_here(make_mesh(config.mesh), config.training.batch)
+        rows_here(make_mesh(config.mesh), config.training.batch, config.training.accumulate)
         found = zoo.load(
             MODELS[config.model], config.data, config.training.sequence, config.tokenizer
         )

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from jax import lax
 
-from experiments.mesh import lay, mesh_of
+from experiments.mesh import lay, lay_parts, mesh_of
 from experiments.objective import Batch, Measures, measure
 from experiments.optimization import Training, optimizer
 
@@ -58,6 +58,7 @@ def take_step(
         grads, (loss, rest) = gradients(graphdef, state.params, state.rest, batch)
     else:
         parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        parts = lay_parts(parts)
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         (total, rest), losses = lax.scan(add_part, (zeros, state.rest), parts)
         grads, loss = jax.tree.map(lambda x: x / count, total), jnp.mean(losses)

@@ -73,7 +73,7 @@ class Run:
     ) -> None:
         self.training = training
         self._mesh = make_mesh() if mesh is None else mesh
-        rows = rows_here(self._mesh, training.batch)
+        rows = rows_here(self._mesh, training.batch, training.accumulate)
         self.batches = batches(data.training, seed=seed, size=training.batch, rows=rows)
         self.done = 0
         self._record = data.training[0]

@@ -1,6 +1,7 @@
 """Where arrays lie on a mesh, and what a model computes there."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from experiments import zoo
 from experiments.data import Corpus
 from experiments.mesh import Extents, MeshError, make_mesh, rows_here, spec_of
 from experiments.optimization import Training
-from experiments.step import State, first_state
+from experiments.step import State, compiled_step, first_state
 
 P = jax.P
 
@@ -131,17 +132,38 @@ SMALL = {
         ),
     ),
 }
+DENSE = dataclasses.replace(
+    zoo.MODELS["transformer"],
+    config=dataclasses.replace(zoo.MODELS["transformer"].config, num_blocks=2),
+)
 
 
 @pytest.mark.usefixtures("lenient_promotion", "compile_fast")
 @pytest.mark.parametrize("name", SMALL)
 def test_losses_on_a_mesh_are_those_of_one_device_up_to_the_order_of_sums(name, text):
-    def losses(extents, recipe="bf16"):
-        run = zoo.make_run(
-            SMALL[name], zoo.RECIPES[recipe](), text, TRAINING, 0, mesh=make_mesh(extents)
-        )
+    training = dataclasses.replace(TRAINING, accumulate=2 if name == "hybrid" else 1)
+
+    def losses(extents):
+        mesh = make_mesh(extents)
+        run = zoo.make_run(SMALL[name], zoo.RECIPES["bf16"](), text, training, 0, mesh=mesh)
         assert meshes.mesh_of(run.state).size == extents.devices
         found = list(run.go())
         return [found[0].evaluation.loss, *found[-1].losses, *found[-1].gradient_norms]
 
     np.testing.assert_allclose(losses(Extents(2, 2, 2)), losses(Extents()), rtol=1e-3)
+
+
+@pytest.mark.usefixtures("lenient_promotion", "compile_fast")
+def test_parts_of_a_batch_are_divided_among_all_devices(text):
+    """If a part lay on some of the devices only, the others would repeat their work."""
+
+    def flops(extents):
+        training = dataclasses.replace(TRAINING, accumulate=2)
+        mesh, model = make_mesh(extents), zoo.make_model(DENSE, text.fits, zoo.RECIPES["bf16"](), 0)
+        state = meshes.place(first_state(model, training), mesh)
+        batch = meshes.whole_batch(text.validation(8), mesh)
+        step: Any = compiled_step(nnx.graphdef(model), training, state, batch)
+        return step.cost_analysis()["flops"]
+
+    # All of them update the parameters, which takes a tenth more.
+    assert flops(Extents(4)) < 1.2 * flops(Extents()) / 4

@@ -1,7 +1,6 @@
 """A run that is stopped in every way and goes on as if it had not been."""
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import signal
@@ -10,42 +9,11 @@ import sys
 import time
 
 import pytest
+from nano import HYBRID, PRESETS
 
 from experiments import pretrain, train, zoo
 from experiments.metrics import read
-from fp4jax.models import HybridConfig, MoEConfig, TransformerConfig, ViTConfig
 
-TRANSFORMER = TransformerConfig(
-    vocab_size=256,
-    d_model=32,
-    num_blocks=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    mlp_dim=32,
-)
-HYBRID = HybridConfig(
-    vocab_size=256,
-    d_model=32,
-    pattern="M--",
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    mlp_dim=32,
-    mamba_heads=4,
-    mamba_head_dim=16,
-    mamba_groups=2,
-    mamba_state=16,
-    chunk=16,
-)
-PRESETS = {  # of all, the last block stays in BF16
-    "nano": zoo.Preset(HYBRID),
-    "nano_moe": zoo.Preset(MoEConfig(transformer=TRANSFORMER, num_experts=3)),
-    "nano_vit": zoo.Preset(
-        dataclasses.replace(ViTConfig.tiny(), num_blocks=2, d_model=32, num_heads=2, mlp_dim=32),
-        data=("digits",),
-    ),
-}
 SMALL = (
     "--model nano --steps 9 --checkpoint-every 3 --batch 2 --sequence 32 --evals 3 --validation 2"
 ).split()

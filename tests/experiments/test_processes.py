@@ -1,6 +1,5 @@
 """Several processes on loopback: the losses of one, and what happens when one of them is gone."""
 
-import dataclasses
 import os
 import signal
 import socket
@@ -15,11 +14,8 @@ import pytest
 from experiments import processes
 from experiments.metrics import read
 from experiments.processes import Processes
-from fp4jax.models import ViTConfig
 
 ROOT = Path(__file__).parents[2]
-# Its kernels' shards on four devices are whole blocks.
-NANO = dataclasses.replace(ViTConfig.tiny(), num_blocks=1, num_heads=1, mlp_dim=64)
 TINY = (
     "--model nano --data digits --steps 8 --batch 8 --evals 1 --validation 8 "
     "--checkpoint-every 2 --no-tensorboard --mesh.fsdp 4"
@@ -37,8 +33,8 @@ def start(
     joined += ["--cpu-devices", str(devices)]
     # A model smaller than those of the zoo; compiled with few optimizations, as it runs briefly.
     program = (
-        "import sys; from experiments import pretrain, zoo; from fp4jax.models import ViTConfig;"
-        f"zoo.MODELS['nano'] = zoo.Preset({NANO!r}, keep_last=0); sys.exit(pretrain.main())"
+        "import sys; from experiments import pretrain, zoo; from nano import SHARDED_VIT;"
+        "zoo.MODELS['nano'] = SHARDED_VIT; sys.exit(pretrain.main())"
     )
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     # Compiled once for runs on the same devices.
@@ -47,7 +43,7 @@ def start(
         "JAX_COMPILATION_CACHE_DIR": str(out.parents[1] / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, "-c", program, *TINY, "--out", str(out), *joined, *options]
     started = []
     for i in range(of):
