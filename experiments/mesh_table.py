@@ -8,7 +8,6 @@ all-gather what a device has after it.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 import fp4jax as fp4
+from experiments import pages
 from experiments.mesh import BATCH, Extents, make_mesh, place
 from experiments.optimization import Training
 from experiments.step import compiled_step, first_state
@@ -41,8 +41,6 @@ MESHES = (
     Extents(fsdp=4, tensor=2),
 )
 BF16, NVFP4 = fp4.recipes.bf16(), fp4.recipes.nvfp4()
-PAGE = Path(__file__).parents[1] / "docs" / "distributed.md"
-BEGIN, END = (f"<!-- {at} of what experiments.mesh_table writes -->" for at in ("begin", "end"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,19 +192,6 @@ def _listed(gathered: dict[str, int]) -> str:
     return " + ".join(f"{n:,} {dtype}" for dtype, n in sorted(gathered.items())) or "0"
 
 
-def written(page: str, text: str) -> str:
-    """The page with the text between its two markers.
-
-    Raises:
-      ValueError: if it does not have each of them once, in this order.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in rest or END in after:
-        raise ValueError(f"the page must have {BEGIN!r} once, and then {END!r} once")
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The tables of docs/distributed.md."""
@@ -225,8 +210,7 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
     if config.write:
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(written(page, "\n".join(lines)), encoding="utf-8")
+        pages.put("distributed.md", "experiments.mesh_table", "\n".join(lines))
 
 
 if __name__ == "__main__":

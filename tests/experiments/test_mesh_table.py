@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import fp4jax as fp4
-from experiments import mesh_table
 from experiments.mesh import Extents
-from experiments.mesh_table import Sizes, equal, layers_on, model_step, operands_on, uneven, written
+from experiments.mesh_table import Sizes, equal, layers_on, model_step, operands_on, uneven
 from experiments.optimization import Training
 from experiments.zoo import Preset
 from fp4jax.models import TransformerConfig
@@ -65,13 +64,3 @@ def test_shards_differ_by_eight_times():
     quarters = x.reshape(4, 16, 2, 256).max((1, 3))
     np.testing.assert_allclose(quarters[1:] / quarters[:-1], 8, rtol=0.5)
     np.testing.assert_allclose(quarters[:, 1] / quarters[:, 0], 8, rtol=0.5)
-
-
-def test_the_page_keeps_what_is_around_the_tables():
-    page = mesh_table.PAGE.read_text(encoding="utf-8")
-    text = page.split(mesh_table.BEGIN)[1].split(mesh_table.END)[0].strip()
-    assert written(page, text) == page
-    assert written(page, "| a |") == page.replace(text, "| a |")
-    for broken in ("", f"{mesh_table.END}{mesh_table.BEGIN}", page + mesh_table.END):
-        with pytest.raises(ValueError, match="the page must have"):
-            written(broken, text)
