@@ -222,3 +222,21 @@ def test_checked_recipe_names_the_operand():
         jax.block_until_ready(gradient(x, w * np.nan, 1.0))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"nvfp4\.(dgrad|wgrad)\.\w+: 128 of 128"):
         jax.block_until_ready(gradient(x, w, np.inf))
+
+
+def test_what_is_not_finite_can_be_told_without_failing():
+    """On a mesh too, where each device would wait for the one that fails."""
+    told = []
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.zeros((8, 32)).at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf)
+    spread = jax.device_put(x, jax.NamedSharding(mesh, jax.P("i")))
+    quantize = jax.jit(fp4.quantize, static_argnums=1)
+    q = quantize(spread, fp4.checked(fp4.NVFP4, "g", told.append))
+    jax.effects_barrier()
+    assert told == ["g: 2 of 256 elements are not finite, (8, 32)"]
+    unchecked = fp4.quantize(x, fp4.NVFP4)
+    np.testing.assert_array_equal(q.codes, unchecked.codes)
+    fine = quantize(jnp.zeros((8, 32)), fp4.checked(fp4.NVFP4, "g", told.append))
+    jax.block_until_ready(fine)
+    jax.effects_barrier()
+    assert len(told) == 1
