@@ -64,6 +64,8 @@ class Checkpoints:
           NotSavedError: if the last checkpoint could not be written. An exception that is already
             on its way goes on instead, with a note.
         """
+        if isinstance(error, NotSavedError) and jax.process_count() > 1:
+            return  # to wait would be to wait for processes that wait for this one
         try:
             self._settle()
         except NotSavedError as failure:
@@ -166,8 +168,12 @@ class Checkpoints:
             # Orbax's own notes of a checkpoint are not needed, and may be what is damaged.
             lightweight_initialize=True,
             read_only=not self._owner,
-            # Otherwise, where no folder can be made, threads wait minutes for it.
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            async_options=ocp.AsyncOptions(
+                # Otherwise, where no folder can be made, threads wait minutes for it.
+                create_directories_asynchronously=False,
+                # Of several processes, those that have written wait so long for one that cannot.
+                timeout_secs=120,
+            ),
         )
         return ocp.CheckpointManager(self._folder, options=options, handler_registry=registry)
 
@@ -182,6 +188,10 @@ class Checkpoints:
 
     def _not_saved(self, step: int, error: Exception) -> NotSavedError:
         self._writing = None
+        if jax.process_count() > 1:  # the others do not know, and wait where they cannot be met
+            return NotSavedError(
+                f"checkpoint {step} could not be written to {self._folder} ({_one_line(error)})"
+            )
         # Orbax counts the one that failed, and no longer those that it was to make room for. A new
         # manager counts what is there.
         _join_writers()

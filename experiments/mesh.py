@@ -58,12 +58,11 @@ def make_mesh(extents: Extents = Extents()) -> Mesh:
       MeshError: there are not so many, or processes would be left out.
     """
     there, processes = jax.device_count(), jax.process_count()
-    if extents.devices > there or (processes > 1 and extents.devices < there):
-        several = f" in {processes} processes" if processes > 1 else ""
-        raise MeshError(
-            f"a mesh of {extents} (data x fsdp x tensor) takes {extents.devices} devices, and "
-            f"there are {there}{several}; --cpu-devices N makes N of one CPU"
-        )
+    takes = f"a mesh of {extents} (data x fsdp x tensor) takes {extents.devices}"
+    if extents.devices > there:
+        raise MeshError(f"{takes} devices, and there are {there}; --cpu-devices N makes N of a CPU")
+    if processes > 1 and extents.devices < there:
+        raise MeshError(f"{takes} of {there} devices; with {processes} processes it must take all")
     names = tuple(field.name for field in dataclasses.fields(extents))
     return jax.make_mesh(
         dataclasses.astuple(extents), names, axis_types=(AxisType.Auto,) * len(names)

@@ -120,7 +120,7 @@ def main(args: Sequence[str] | None = None) -> int:
             return processes.leave(_complain(text, NOT_SAVED))
         except KeyboardInterrupt:
             return processes.leave(INTERRUPTED)
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
             if (why := processes.why_lost(error)) is None:
                 raise
             text = f"stopped: another process of the run has ended ({why}); the same commands go on"
@@ -131,14 +131,20 @@ def _start(config: Config, claim: contextlib.ExitStack) -> Data:
     """Joins the other processes, reads the data and claims the output folder."""
     processes.join(config.joined)
     with processes.starting():
+        if config.mesh.devices < config.joined.cpu_devices:
+            raise MeshError(
+                f"--cpu-devices {config.joined.cpu_devices} are more than the mesh of "
+                f"{config.mesh} (data x fsdp x tensor) takes"
+            )
         rows_here(make_mesh(config.mesh), config.training.batch, config.training.accumulate)
         found = zoo.load(
             MODELS[config.model], config.data, config.training.sequence, config.tokenizer
         )
         about = described(config, found)
+    processes.refuse_differences(about | {"jax": jax.__version__})
+    with processes.starting():
         if processes.is_first():
             claim.enter_context(folder.claimed(config.out, about, FREE, config.tokenizer))
-    processes.refuse_differences(about | {"jax": jax.__version__})
     return found
 
 

@@ -1,10 +1,14 @@
 """Several processes as one run: they join, agree before they start, and end together."""
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import re
+import signal
+import socket
 import sys
 import time
 import traceback
@@ -15,6 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from experiments.terminal import say
 
 AUTO = "auto"
 
@@ -57,6 +63,8 @@ class Processes:
                 f"coordinator must be HOST:PORT for {self.processes} processes, "
                 f"not {self.coordinator}"
             )
+        if self.coordinator not in (None, AUTO) and not re.fullmatch(r".+:\d+", self.coordinator):
+            raise ValueError(f"coordinator must be HOST:PORT or auto, not {self.coordinator}")
 
 
 def join(asked: Processes) -> None:
@@ -76,6 +84,12 @@ def join(asked: Processes) -> None:
             "num_processes": asked.processes,
             "process_id": asked.process,
         }
+        if asked.process == 0:
+            _refuse_used_port(asked.coordinator)
+    if asked.processes > 1:
+        say(f"process {asked.process} waits for {asked.processes - 1} more at {asked.coordinator}")
+    # Python would not get to see a Ctrl-C while JAX waits.
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         jax.distributed.initialize(
             **named, heartbeat_timeout_seconds=HEARTBEAT, initialization_timeout=PATIENCE
@@ -84,7 +98,27 @@ def join(asked: Processes) -> None:
         raise ProcessesError(
             f"cannot join the other processes at {asked.coordinator}: {error}"
         ) from error
+    finally:
+        signal.signal(signal.SIGINT, handler)
     sys.excepthook = _end
+    each = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(each.values())) > 1:
+        raise ProcessesError(
+            f"each process must have as many devices as the others, but they have {dict(each)}"
+        )
+
+
+def _refuse_used_port(coordinator: str) -> None:
+    """Which ends JAX with a segmentation fault."""
+    port = int(coordinator.rpartition(":")[2])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except (OSError, OverflowError) as error:
+            raise ProcessesError(
+                f"process 0 cannot listen at port {port} of the coordinator: {error}"
+            ) from error
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -139,12 +173,14 @@ def refuse_differences(told: dict[str, Any]) -> None:
       ProcessesError: they differ.
     """
     if are_several():
-        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()
-        digests = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
-        others = [i for i, row in enumerate(digests) if (row != digests[0]).any()]
-        if others:
+        values = [json.dumps(told[name]).encode() for name in sorted(told)]
+        digests = np.stack([np.frombuffer(hashlib.sha256(v).digest(), np.uint8) for v in values])
+        differ = (found := multihost_utils.process_allgather(digests)) != found[:1]
+        if differ.any():
+            names = np.array(sorted(told))[differ.any((0, 2))]
             raise ProcessesError(
-                f"processes {others} have other options, data or versions than process 0"
+                f"processes {np.flatnonzero(differ.any((1, 2))).tolist()} differ from process 0 in "
+                + ", ".join(names)
             )
 
 

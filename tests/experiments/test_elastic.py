@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from nano import SHARDED_VIT
 
-from experiments import pretrain, zoo
+from experiments import pretrain, processes, zoo
 from experiments.checkpoint import Checkpoints
 from experiments.mesh import mesh_of
 from experiments.metrics import read
@@ -79,3 +79,13 @@ def test_a_run_goes_on_on_another_mesh_by_its_own_command(tmp_path, capsys):
     code = pretrain.main([*command, "--mesh.fsdp", "3"])
     assert code == pretrain.UNUSABLE
     assert "a batch of 4 cannot be divided among 3 devices" in capsys.readouterr().err
+
+
+def test_fake_devices_that_the_mesh_does_not_take_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(processes, "join", lambda asked: None)
+    code = pretrain.main([*COMMAND, "--out", str(tmp_path / "run"), "--cpu-devices", "4"])
+    assert code == pretrain.UNUSABLE
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        "--cpu-devices 4 are more than the mesh of 1 x 1 x 1 (data x fsdp x tensor) takes" in said
+    )

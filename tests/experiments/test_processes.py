@@ -13,7 +13,7 @@ import pytest
 
 from experiments import processes
 from experiments.metrics import read
-from experiments.processes import Processes
+from experiments.processes import Processes, ProcessesError
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -114,13 +114,18 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path, alone, v
     [
         (
             ["--seed", "5"],
-            "error: processes [1] have other options, data or versions than process 0",
-            "error: processes [1] have other options, data or versions than process 0",
+            "error: processes [1] differ from process 0 in seed",
+            "error: processes [1] differ from process 0 in seed",
         ),
         (
             ["--data", "none.npz"],
             "error: another process could not start: what it printed says why",
             "error: cannot read the images in 'none.npz'",
+        ),
+        (
+            ["--cpu-devices", "1"],
+            "error: each process must have as many devices as the others",
+            "error: each process must have as many devices as the others",
         ),
     ],
 )
@@ -128,7 +133,17 @@ def test_processes_that_do_not_agree_do_not_start(tmp_path, odd, said_by_0, said
     started = start(tmp_path / "run", 2, 2, log=tmp_path, odd=odd)
     assert finished(started) == [2, 2]
     for i, said in enumerate((said_by_0, said_by_1)):
-        assert f"process {i}: {said}" in (tmp_path / f"{i}.txt").read_text()
+        assert said in (tmp_path / f"{i}.txt").read_text()
+    assert not (tmp_path / "run").exists(), "nothing is claimed"
+
+
+def test_a_port_that_is_in_use_is_named():
+    with socket.socket() as used:
+        used.bind(("", 0))
+        used.listen()
+        port = used.getsockname()[1]
+        with pytest.raises(ProcessesError, match=f"cannot listen at port {port}"):
+            processes.join(Processes(coordinator=f"127.0.0.1:{port}", processes=2))
 
 
 @pytest.mark.parametrize(
@@ -146,6 +161,7 @@ def test_processes_that_do_not_agree_do_not_start(tmp_path, odd, said_by_0, said
             {"coordinator": "auto", "processes": 2},
             "coordinator must be HOST:PORT for 2 processes, not auto",
         ),
+        ({"coordinator": "localhost"}, "coordinator must be HOST:PORT or auto, not localhost"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(options, message):
