@@ -22,6 +22,10 @@ def lenient_promotion() -> Iterator[None]:
         yield
 
 
+# JAX does not know programs that were compiled with few optimizations from others; by this it does.
+_compiled_fast = jax.make_user_context(default_value=False)
+
+
 @pytest.fixture
 def compile_fast() -> Iterator[None]:
     """For tests whose time is XLA's compilation of what then runs a few times.
@@ -29,5 +33,6 @@ def compile_fast() -> Iterator[None]:
     Not for tests of bits, which must hold however much the compiler optimizes.
     """
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    with _compiled_fast(True):
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
