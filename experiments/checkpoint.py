@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from experiments.processes import are_several
+
 T = TypeVar("T")
 
 
@@ -64,7 +66,7 @@ class Checkpoints:
           NotSavedError: if the last checkpoint could not be written. An exception that is already
             on its way goes on instead, with a note.
         """
-        if isinstance(error, NotSavedError) and jax.process_count() > 1:
+        if isinstance(error, NotSavedError) and are_several():
             return  # to wait would be to wait for processes that wait for this one
         try:
             self._settle()
@@ -188,7 +190,7 @@ class Checkpoints:
 
     def _not_saved(self, step: int, error: Exception) -> NotSavedError:
         self._writing = None
-        if jax.process_count() > 1:  # the others do not know, and wait where they cannot be met
+        if are_several():  # the others do not know, and wait where they cannot be met
             return NotSavedError(
                 f"checkpoint {step} could not be written to {self._folder} ({_one_line(error)})"
             )

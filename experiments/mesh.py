@@ -145,13 +145,22 @@ def mesh_of(tree: Any) -> Mesh:
     return mesh
 
 
+def batch_shape(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """What stands for a batch on the mesh, to compile for it."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, BATCH))
+
+
+def _row_shards(mesh: Mesh) -> int:
+    return math.prod(mesh.shape[name] for name in ("data", "fsdp"))
+
+
 def rows_here(mesh: Mesh, size: int, parts: int = 1) -> slice:
     """The rows of a batch of ``size`` that this process's devices see.
 
     Raises:
       MeshError: the batch, or one of its ``parts``, does not divide evenly; or the rows lie apart.
     """
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = _row_shards(mesh)
     if size % (shards * parts):
         each = f" in {parts} parts" if parts > 1 else ""
         raise MeshError(
@@ -175,10 +184,9 @@ def batch_of(rows: Any, mesh: Mesh, size: int) -> Any:
 
 def whole_batch(batch: Any, mesh: Mesh) -> Any:
     """A batch that every process has, of any size: one that does not divide lies everywhere."""
-    shards = math.prod(mesh.shape[name] for name in ("data", "fsdp"))
 
     def of(x: np.ndarray) -> jax.Array:
-        spec = EVERYWHERE if len(x) % shards else BATCH
+        spec = EVERYWHERE if len(x) % _row_shards(mesh) else BATCH
         return _put(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(of, batch)

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 import fp4jax as fp4
 from experiments import pages
-from experiments.mesh import BATCH, Extents, make_mesh, place
+from experiments.mesh import BATCH, Extents, batch_shape, make_mesh, place
 from experiments.optimization import Training
 from experiments.step import compiled_step, first_state
 from experiments.wire import collectives, moved_bytes
@@ -153,9 +153,7 @@ def model_step(
     mesh = make_mesh(extents)
     model = make_model(preset, {}, recipe, seed=0, mesh=mesh)
     graphdef, state = nnx.graphdef(model), place(first_state(model, training), mesh)
-    batch = jax.ShapeDtypeStruct(
-        (training.batch, training.sequence + 1), jnp.int32, sharding=NamedSharding(mesh, BATCH)
-    )
+    batch = batch_shape((training.batch, training.sequence + 1), jnp.int32, mesh)
     program: Any = compiled_step(graphdef, training, state, batch)
     return moved_bytes(collectives(program.as_text()), "all-gather")
 

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 import fp4jax as fp4
 from experiments import zoo
 from experiments.folder import write
-from experiments.mesh import BATCH, Extents, MeshError, make_mesh, rows_here, specs
+from experiments.mesh import Extents, MeshError, batch_shape, make_mesh, rows_here, specs
 from experiments.objective import measure
 from experiments.optimization import Training
 from experiments.pretrain import UNUSABLE
@@ -221,7 +221,7 @@ def abstract(
         specs(state, mesh),
     )
     shape = (training.batch, training.sequence + 1)
-    return model, state, _lying(shape, jnp.int32, NamedSharding(mesh, BATCH))
+    return model, state, batch_shape(shape, jnp.int32, mesh)
 
 
 def saved(graphdef: Any, state: State, batch: Any, mesh: Mesh) -> tuple[int, int]:

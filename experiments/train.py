@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from experiments.data import Corpus
 from experiments.images import Images
-from experiments.mesh import BATCH, batch_of, make_mesh, place, rows_here, whole_batch
+from experiments.mesh import batch_of, batch_shape, make_mesh, place, rows_here, whole_batch
 from experiments.objective import Batch, Measures
 from experiments.optimization import Training
 from experiments.pipeline import batches
@@ -145,10 +145,9 @@ class Run:
 
     def _step(self) -> Callable[..., Any]:
         """The next step, compiled."""
-        size, sharding = self.training.batch, NamedSharding(self._mesh, BATCH)
+        size = self.training.batch
         batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype, sharding=sharding),
-            self._record,
+            lambda x: batch_shape((size, *x.shape), x.dtype, self._mesh), self._record
         )
         return compiled_step(self._graphs[self._phase(self.done)], self.training, self.state, batch)
 

@@ -91,3 +91,13 @@ def worth(table, windows, scale=1.0) -> tuple[float, float, np.ndarray]:
     gradient = np.zeros_like(table)
     np.add.at(gradient, inputs, scale * p / len(targets))
     return loss, accuracy, gradient
+
+
+def bits(state) -> list[bytes]:
+    """Of all arrays in a state of training, random keys included."""
+    leaves = jax.tree.leaves(state)
+    keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    return [
+        np.asarray(jax.random.key_data(leaf) if key else leaf).tobytes()
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]

@@ -5,7 +5,7 @@ import dataclasses
 from experiments import zoo
 from fp4jax.models import HybridConfig, MoEConfig, TransformerConfig, ViTConfig
 
-_TRANSFORMER = TransformerConfig(
+TRANSFORMER = TransformerConfig(
     vocab_size=256,
     d_model=32,
     num_blocks=2,
@@ -30,7 +30,7 @@ HYBRID = HybridConfig(
 )
 PRESETS = {  # of all, the last block stays in BF16
     "nano": zoo.Preset(HYBRID),
-    "nano_moe": zoo.Preset(MoEConfig(transformer=_TRANSFORMER, num_experts=3)),
+    "nano_moe": zoo.Preset(MoEConfig(transformer=TRANSFORMER, num_experts=3)),
     "nano_vit": zoo.Preset(
         dataclasses.replace(ViTConfig.tiny(), num_blocks=2, d_model=32, num_heads=2, mlp_dim=32),
         data=("digits",),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nano
 import numpy as np
 import pytest
 
@@ -18,32 +19,10 @@ from experiments.objective import Measures
 from experiments.optimization import Training
 from experiments.train import Progress
 from experiments.zoo import Preset
-from fp4jax.models import HybridConfig, MoEConfig, TransformerConfig, ViTConfig
+from fp4jax.models import MoEConfig, ViTConfig
 
-HYBRID = HybridConfig(
-    vocab_size=256,
-    d_model=32,
-    pattern="M-*-",  # the last block stays in BF16
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    mlp_dim=64,
-    mamba_heads=4,
-    mamba_head_dim=16,
-    mamba_groups=2,
-    mamba_state=16,
-    chunk=16,
-)
-TRANSFORMER = TransformerConfig(
-    vocab_size=256,
-    d_model=32,
-    num_blocks=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    mlp_dim=64,
-    mlp="squared_relu",
-)
+HYBRID = dataclasses.replace(nano.HYBRID, pattern="M-*-", mlp_dim=64)  # the last block in BF16
+TRANSFORMER = dataclasses.replace(nano.TRANSFORMER, mlp_dim=64, mlp="squared_relu")
 VIT = ViTConfig(
     image_size=8,
     patch_size=4,

@@ -13,6 +13,7 @@ import pytest
 
 from experiments import processes
 from experiments.metrics import read
+from experiments.process_table import free_port
 from experiments.processes import Processes, ProcessesError
 
 ROOT = Path(__file__).parents[2]
@@ -26,10 +27,7 @@ def start(
     out: Path, of: int, devices: int, *options: str, log: Path, odd: Sequence[str] = ()
 ) -> list[subprocess.Popen]:
     """Starts processes that train as one, each with so many devices; the last has odd options."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    joined = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(of)]
+    joined = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(of)]
     joined += ["--cpu-devices", str(devices)]
     # A model smaller than those of the zoo; compiled with few optimizations, as it runs briefly.
     program = (

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bigrams import SHORT, Bigram, fresh, rising, table_of
+from bigrams import SHORT, Bigram, bits, fresh, rising, table_of
 from flax import nnx
 
 from experiments import step as step_module
@@ -29,15 +29,6 @@ def results(run: Run, **how):
     norms = [norm for p in found for norm in p.gradient_norms]
     evaluations = [p.evaluation for p in found if p.evaluation]
     return losses, norms, evaluations, bits(run.state)
-
-
-def bits(state) -> list[bytes]:
-    leaves = jax.tree.leaves(state)
-    keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    return [
-        np.asarray(jax.random.key_data(leaf) if key else leaf).tobytes()
-        for leaf, key in zip(leaves, keys, strict=True)
-    ]
 
 
 def test_runs_repeat_bit_for_bit_wherever_they_stop_and_depend_on_the_seed(text):
