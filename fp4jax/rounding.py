@@ -216,9 +216,18 @@ def random_bits(
     if rows > 2**32:
         raise ValueError(f"random bits number at most 2**32 rows; shape {shape} has {rows}")
     # Two hashes a row, not an element.
-    inner = once(_mix(_mix(row ^ words[0]) + words[1]))
-    outer = once(_mix(_mix(row ^ words[1]) + words[0]))
-    return _mix(lax.broadcasted_iota(jnp.uint32, tuple(shape), axis) ^ inner, outer)
+    inner, outer = (once(key) for key in row_keys(words, row))
+    return element_bits(lax.broadcasted_iota(jnp.uint32, tuple(shape), axis), inner, outer)
+
+
+def row_keys(words: Array, row: Array) -> tuple[Array, Array]:
+    """The two words that key a row's elements, for uint32 row numbers and uint32[2] ``words``."""
+    return _mix(_mix(row ^ words[0]) + words[1]), _mix(_mix(row ^ words[1]) + words[0])
+
+
+def element_bits(position: Array, inner: Array, outer: Array) -> Array:
+    """The random word of the element at a uint32 position of a row with these `row_keys`."""
+    return _mix(position ^ inner, outer)
 
 
 def _mix(h: Array, late: Array | None = None) -> Array:

@@ -130,16 +130,22 @@ class AmaxScale:
         if format.scale == FP32:
             encode = _at_most_flt_max(jnp.float32(largest) / blocks.amax)
             return Scales(jnp.where(blocks.amax > 0, 1 / encode, 0), encode, None)
-        ideal = jnp.float32(1 / largest)
-        tensor = None
-        if format.tensor_scale:
-            S = _at_most_flt_max(jnp.float32(largest * format.scale.max) / blocks.tensor_amax)
-            ideal, tensor = S * ideal, 1 / S
+        ideal, tensor = self.two_level(format, blocks.tensor_amax)
         random = None
         if blocks.words is not None:
             random = random_bits(blocks.words, blocks.amax.shape, blocks.axis)
         block = _rounded(blocks.amax * ideal, format.scale, self.rounding, random)
         return Scales(block, _encode(block, tensor), tensor)
+
+    def two_level(self, format: Format, tensor_amax: Array) -> tuple[Array, Array | None]:
+        """What a block's amax times gives its scale before rounding, and the tensor scale."""
+        assert format.scale is not None
+        largest = format.element.max / self.headroom
+        ideal = jnp.float32(1 / largest)
+        if not format.tensor_scale:
+            return ideal, None
+        S = _at_most_flt_max(jnp.float32(largest * format.scale.max) / tensor_amax)
+        return S * ideal, 1 / S
 
 
 @dataclasses.dataclass(frozen=True)

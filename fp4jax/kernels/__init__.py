@@ -1,0 +1,1 @@
+"""Other bodies of two operations, `quantize` and `scaled_matmul`: same arguments, same bytes."""
