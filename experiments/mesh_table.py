@@ -26,7 +26,7 @@ from experiments.step import compiled_step, first_state
 from experiments.wire import collectives, moved_bytes
 from experiments.zoo import MODELS, Preset, make_model
 from fp4jax.matmul import random_words
-from fp4jax.quantize import encode
+from fp4jax.encode import encode
 from fp4jax.quantizer import Quantizer
 
 MATRIX = (((1,), (0,)), ((), ()))

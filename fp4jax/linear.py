@@ -13,10 +13,10 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from fp4jax.encode import encode, rotate
 from fp4jax.gather import Gather
 from fp4jax.products import Layout
 from fp4jax.qtensor import Operand, QTensor
-from fp4jax.quantize import encode, rotate
 from fp4jax.quantizer import Quantizer
 from fp4jax.recipe import Cast, OperandRule, Recipe
 from fp4jax.refuse import refuse_derivative

@@ -74,7 +74,7 @@ class Steps(NamedTuple):
 def to_steps(x: Array, grid: ElementType) -> Steps:
     """``|x|``, saturated to ``grid.max``, in grid steps; inf and NaN saturate too."""
     # As integers, NaN and inf order above every number: one integer minimum clamps all three.
-    largest = float_bits(jnp.float32(grid.max))
+    largest = jnp.uint32(np.float32(grid.max).view(np.uint32))
     bits = jnp.minimum(float_bits(x) & jnp.uint32(0x7FFFFFFF), largest)
     exponent = jnp.maximum(
         bits & jnp.uint32(0x7F800000), jnp.uint32((grid.min_exponent + _BIAS) << 23)

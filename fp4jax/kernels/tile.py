@@ -121,7 +121,7 @@ def reciprocal_table(tensor_scale: Array) -> Array:
     A block scale is one of eight mantissas, 1 to 15/8, times a power of two, and so its product
     with the tensor scale and the reciprocal of that are one of eight numbers times a power of two.
     """
-    mantissas = np.arange(8, 16, dtype=np.float32) / np.float32(8)
+    mantissas = jnp.arange(8, 16, dtype=jnp.float32) * jnp.float32(1 / 8)
     return 1 / (mantissas * tensor_scale)
 
 
@@ -157,8 +157,8 @@ def _to_bfloat16(x: Array) -> Array:
 def _nearest(number: Array) -> Array:
     """`fp4jax.Nearest` of a number of steps, as uint32, where there is no operation that rounds."""
     # The sum with 2**23 is rounded to whole numbers, which its last bits are.
-    base = jnp.float32(2.0**23)
-    return float_bits(number + base) - float_bits(base)
+    base = np.float32(2.0**23)
+    return float_bits(number + base) - base.view(np.uint32)
 
 
 def _stochastic(number: Array, random: Array, bits: int) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -41,7 +41,9 @@ def maxima(x: Array, wanted: tuple[Maximum, ...], *, interpret: bool = False) ->
 
     shapes, specs = (shape,) * len(wanted), (spec,) * len(wanted)
     results = _call(patch_maxima, x, (), (), shapes, specs, interpret)
-    return tuple(result[:rows, :columns].astype(jnp.uint32) for result in results)
+    return tuple(
+        lax.bitcast_convert_type(result[:rows, :columns], jnp.uint32) for result in results
+    )
 
 
 def encode(
@@ -50,7 +52,9 @@ def encode(
     """Every operand wanted of ``x`` [M, N], whole blocks along both axes, in one kernel."""
     unpadded = [_written(want, x.shape) for want in wants]
     x = blocks.pad(x, (_TILE, _TILE))
-    numbers = tuple(_padded(want, given, x.shape) for want, given in zip(wants, numbers, strict=True))
+    numbers = tuple(
+        _padded(want, given, x.shape) for want, given in zip(wants, numbers, strict=True)
+    )
 
     def quantize(x_ref: Any, given: Any, *results: Any) -> None:
         for want, refs, result in zip(wants, given, results, strict=True):

@@ -4,9 +4,7 @@ Training wants two of most arrays: one with blocks along each axis, the second o
 kernel reads the array [M, N], whole blocks of 16 along both axes, once and writes all of them.
 """
 
-from typing import NamedTuple
-
-from jax import Array
+from typing import Any, NamedTuple
 
 from fp4jax.hadamard import Hadamard
 from fp4jax.quantizer import Quantizer
@@ -40,7 +38,7 @@ class Maximum(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What a kernel has to know of an operand beside the array itself.
+    """What a kernel has to know of an operand beside the array itself; or what describes that.
 
     ``rows`` are the array's lines across the blocks, as many as its other axis is long.
 
@@ -54,20 +52,20 @@ class Numbers(NamedTuple):
       position: uint32[blocks], the position of each block's first element in its row.
     """
 
-    scalars: Array | None
-    factor: Array | None
-    inner: Array | None
-    outer: Array | None
-    position: Array | None
+    scalars: Any
+    factor: Any
+    inner: Any
+    outer: Any
+    position: Any
 
 
 class Written(NamedTuple):
-    """What a kernel writes for an operand; the block axis comes last.
+    """What a kernel writes for an operand, the block axis last; or what describes that.
 
     Attributes:
       words: uint32 [rows, blocks, 2], eight codes each.
       scales: uint8 [rows, blocks], E4M3 bits; None for square blocks.
     """
 
-    words: Array
-    scales: Array | None
+    words: Any
+    scales: Any
