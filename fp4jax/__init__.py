@@ -25,6 +25,7 @@ from fp4jax.hooks import ConvGeneralDilated as ConvGeneralDilated
 from fp4jax.hooks import DotGeneral as DotGeneral
 from fp4jax.hooks import EinsumOp as EinsumOp
 from fp4jax.hooks import RaggedDot as RaggedDot
+from fp4jax.kernels.registry import Kernels as Kernels
 from fp4jax.layers import Layer as Layer
 from fp4jax.linear import RESIDUAL as RESIDUAL
 from fp4jax.matmul import dot_general as dot_general
@@ -41,6 +42,7 @@ from fp4jax.recipe import Gemm as Gemm
 from fp4jax.recipe import Recipe as Recipe
 from fp4jax.rounding import Nearest as Nearest
 from fp4jax.rounding import Stochastic as Stochastic
+from fp4jax.scaled_matmul import scaled_matmul as scaled_matmul
 from fp4jax.scaling import AmaxScale as AmaxScale
 from fp4jax.scaling import BetterElement as BetterElement
 from fp4jax.scaling import FourOverSix as FourOverSix

@@ -15,7 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp4jax.encode import encode, rotate
 from fp4jax.gather import Gather
-from fp4jax.products import Layout
+from fp4jax.kernels import passes
+from fp4jax.kernels.passes import Chosen
+from fp4jax.kernels.registry import Kernels
+from fp4jax.products import Dense, Layout
 from fp4jax.qtensor import Operand, QTensor
 from fp4jax.quantizer import Quantizer
 from fp4jax.recipe import Cast, OperandRule, Recipe
@@ -38,6 +41,7 @@ class Spec(NamedTuple):
       lhs_dtype: of the activation and its gradient.
       rhs_dtype: of the weight and its gradient.
       gather: of the weight [..., K, N], if it lies in shards that travel quantized.
+      kernels: what runs it.
     """
 
     recipe: Recipe
@@ -45,6 +49,21 @@ class Spec(NamedTuple):
     lhs_dtype: np.dtype[Any]
     rhs_dtype: np.dtype[Any]
     gather: Gather | None = None
+    kernels: Kernels = Kernels()
+
+    def by(self, x: Any, w: Any, dy: Any, layout: Layout) -> Chosen | None:
+        """What runs the layer, where it is not plain JAX; raises if that cannot be what is asked.
+
+        The arrays may be anything with their dtype and number of axes.
+        """
+        reason = None
+        if not isinstance(layout, Dense):
+            reason = "its rows belong to groups"
+        elif self.gather is not None:
+            reason = "its weight travels quantized"
+        elif x.ndim != 2 or w.ndim != 2:
+            reason = "it has batch axes"
+        return passes.chosen(self.kernels, self.recipe, (x, w, dy), reason)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -99,6 +118,28 @@ def _named(kept: QTensor | Array) -> Any:
 def _forward(
     spec: Spec, x: Array, w: Array, words: Array | None, layout: Layout
 ) -> tuple[Array, tuple[QTensor | Array, QTensor | Array]]:
+    def plain(x: Array, w: Array, words: Array | None) -> Any:
+        return _plain_forward(spec, x, w, words, layout)
+
+    dy = jax.ShapeDtypeStruct((x.shape[0], w.shape[-1]), spec.out_dtype)
+    by = spec.by(x, w, dy, layout)
+    if by is None:
+        return plain(x, w, words)
+
+    def kernels(x: Array, w: Array, words: Array | None) -> Any:
+        recipe = spec.recipe
+        streams = _streams(recipe, words)
+        shared = _weight_is_shared(recipe)
+        return passes.forward(by, recipe, x, w, streams, spec.out_dtype, shared)
+
+    if by.forced:
+        return kernels(x, w, words)
+    return lax.platform_dependent(x, w, words, cuda=kernels, default=plain)
+
+
+def _plain_forward(
+    spec: Spec, x: Array, w: Array, words: Array | None, layout: Layout
+) -> tuple[Array, tuple[QTensor | Array, QTensor | Array]]:
     fprop, wgrad, gather = spec.recipe.fprop, spec.recipe.wgrad, spec.gather
     as_it_came = w  # the parameter itself, of which nothing has to be kept
     if gather is not None:
@@ -124,6 +165,31 @@ def _forward(
 @refuse_derivative(_SECOND, 1)
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(
+    spec: Spec,
+    kept: tuple[QTensor | Array, QTensor | Array],
+    words: Array | None,
+    layout: Layout,
+    dy: Array,
+) -> tuple[Array, Array]:
+    def plain(kept: Any, words: Array | None, dy: Array) -> tuple[Array, Array]:
+        return _plain_backward(spec, kept, words, layout, dy)
+
+    x, w = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in kept)
+    by = spec.by(x, w, dy, layout)
+    if by is None:
+        return plain(kept, words, dy)
+
+    def kernels(kept: Any, words: Array | None, dy: Array) -> tuple[Array, Array]:
+        streams = _streams(spec.recipe, words)
+        dtypes = spec.lhs_dtype, spec.rhs_dtype
+        return passes.backward(by, spec.recipe, kept, dy, streams, dtypes)
+
+    if by.forced:
+        return kernels(kept, words, dy)
+    return lax.platform_dependent(kept, words, dy, cuda=kernels, default=plain)
+
+
+def _plain_backward(
     spec: Spec,
     kept: tuple[QTensor | Array, QTensor | Array],
     words: Array | None,
@@ -214,6 +280,15 @@ def _cast(x: Array, rule: Cast, axis: int) -> Array:
     if rule.hadamard is not None:
         x = rotate(x, rule.hadamard, axis)
     return x.astype(rule.dtype)
+
+
+def _streams(recipe: Recipe, words: Array | None) -> tuple[Array | None, ...]:
+    """Each operand's `_stream`, in the order of the recipe's fields."""
+    rules = [rule for gemm in recipe.gemms for rule in (gemm.lhs, gemm.rhs)]
+    return tuple(
+        _stream(rule, words, i) if isinstance(rule, Quantizer) else None
+        for i, rule in enumerate(rules)
+    )
 
 
 def _stream(rule: Quantizer, words: Array | None, stream: int) -> Array | None:

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from fp4jax.gather import Gather
+from fp4jax.kernels.registry import Kernels
 from fp4jax.linear import STREAMS, Spec, linear
 from fp4jax.manual import varying_alike
 from fp4jax.products import Dense
@@ -30,6 +31,7 @@ def dot_general(
     key: Array | None = None,
     preferred_element_type: Any = None,
     gather: Gather | None = None,
+    kernels: Kernels = Kernels(),
 ) -> Array:
     """`jax.lax.dot_general` with quantized products in both passes.
 
@@ -46,6 +48,7 @@ def dot_general(
       preferred_element_type: dtype of the result; by default the promoted dtype of both sides.
         Products accumulate in float32 whatever it is.
       gather: how ``rhs`` lies on a mesh, if its shards are to travel quantized.
+      kernels: what runs it; by default what is proven on the platform.
 
     Returns:
       Batch, then free lhs, then free rhs axes. Cotangents have the dtypes of ``lhs`` and ``rhs``
@@ -53,12 +56,15 @@ def dot_general(
 
     Raises:
       TypeError: if an argument is not floating-point or the recipe is not a `Recipe`.
-      ValueError: if the key is missing, or ``gather`` does not fit ``rhs`` or the mesh.
+      ValueError: if the key is missing, ``gather`` does not fit ``rhs`` or the mesh, or kernels
+        are named that cannot run here or not with this product.
       NotImplementedError: for second derivatives.
     """
     check_product(lhs, rhs, recipe, preferred_element_type)
     words = random_words(recipe, key)
-    return multiply(lhs, rhs, dimension_numbers, recipe, words, preferred_element_type, gather)
+    return multiply(
+        lhs, rhs, dimension_numbers, recipe, words, preferred_element_type, gather, kernels
+    )
 
 
 def multiply(
@@ -69,6 +75,7 @@ def multiply(
     words: Array | None,
     preferred_element_type: Any,
     gather: Gather | None,
+    kernels: Kernels = Kernels(),
 ) -> Array:
     """`dot_general` of checked arguments; without words what draws random bits raises."""
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
@@ -91,7 +98,7 @@ def multiply(
     if gather is not None:
         gather = gather.grouped(rhs.shape, rhs_groups if rhs_batch else rhs_groups[1:])
     out_dtype, lhs_dtype, rhs_dtype = (np.dtype(a.dtype) for a in (result, lhs, rhs))
-    spec = Spec(recipe, out_dtype, lhs_dtype, rhs_dtype, gather)
+    spec = Spec(recipe, out_dtype, lhs_dtype, rhs_dtype, gather, kernels)
     x, w, words = varying_alike(x, w, words)
     return linear(spec, x, w, words, Dense()).reshape(result.shape)
 

@@ -130,7 +130,7 @@ class Tiles(NamedTuple):
         return dw
 
 
-def promoted(*arrays: Array) -> Any:
+def promoted(*arrays: Any) -> Any:
     """The dtype that arrays of these dtypes promote to, also where JAX is set to refuse that."""
     with jax.numpy_dtype_promotion("standard"):
         # A float64 array of NumPy counts as what JAX makes of it.

@@ -17,7 +17,7 @@ from fp4jax.rounding import Nearest, bits_float, row_keys
 from fp4jax.scaling import AmaxScale, Blocks
 
 
-class Kernels(Protocol):
+class Backend(Protocol):
     """What a backend provides: `fp4jax.kernels.triton_quantize` is one such module."""
 
     def maxima(
@@ -36,8 +36,8 @@ class Kernels(Protocol):
         """Every operand wanted of ``x`` [M, N], whole blocks along both axes."""
 
 
-def refusal(x: jax.ShapeDtypeStruct | Array, want: Want) -> str | None:
-    """Why the kernels do not serve a quantizer or an array [M, N]; None if they do."""
+def refusal(x: Array, want: Want) -> str | None:
+    """Why the kernels do not serve a quantizer or an array; None if they do."""
     quantizer = want.quantizer
     rule, hadamard = quantizer.rule, quantizer.hadamard
     if quantizer.format != NVFP4:
@@ -48,17 +48,17 @@ def refusal(x: jax.ShapeDtypeStruct | Array, want: Want) -> str | None:
         return f"hadamard has size {hadamard.size}, not {tile.BLOCK}"
     if hadamard is not None and want.square:
         return "hadamard does not go with square blocks"
+    if want.square and x.ndim != 2:
+        return f"square blocks of an array with {x.ndim} axes, not 2"
     if quantizer.watch is not None:
         return "watch is not None"
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"the array has dtype {x.dtype}, not bfloat16 or float32"
-    if jax.typeof(x).manual_axis_type.varying:
-        return "the array lies in shards of a shard_map"
     return None
 
 
 def quantize(
-    kernels: Kernels,
+    backend: Backend,
     x: Array,
     wants: tuple[Want, ...],
     words: tuple[Array | None, ...],
@@ -68,7 +68,7 @@ def quantize(
     """The operands wanted of ``x`` [M, N], bit for bit those of `fp4jax.quantize`.
 
     Args:
-      kernels: the backend.
+      backend: whose kernels run.
       x: bfloat16 or float32.
       wants: those for which there is no `refusal`.
       words: of each operand, uint32[2, 2] from `key_words` if its quantizer needs a key.
@@ -78,7 +78,7 @@ def quantize(
     needed = tuple(dict.fromkeys(maximum for want in wants for maximum in _maxima(want)))
     axes: Axes = ("rows", "columns")
     found = divided(
-        lambda x: kernels.maxima(x, needed, interpret=interpret), [axes], [axes] * len(needed)
+        lambda x: backend.maxima(x, needed, interpret=interpret), [axes], [axes] * len(needed)
     )(patches)
     by_maximum = {m: bits_float(amax) for m, amax in zip(needed, found, strict=True)}
 
@@ -91,7 +91,7 @@ def quantize(
 
     def encode(*arrays: Array) -> list[Array]:
         x, numbers = jax.tree.unflatten(structure, arrays)
-        return jax.tree.leaves(kernels.encode(x, wants, numbers, interpret=interpret))
+        return jax.tree.leaves(backend.encode(x, wants, numbers, interpret=interpret))
 
     arguments, results = [axes], []
     for want, given in zip(wants, numbers, strict=True):
