@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from fp4jax import blocks
+from fp4jax.division import divide
 from fp4jax.formats import E8M0, FP32, ElementType, Format
 from fp4jax.rounding import (
     Nearest,
@@ -24,6 +25,7 @@ from fp4jax.rounding import (
 )
 
 _FLT_MAX = float(np.finfo(np.float32).max)
+_ONE = np.float32(1)
 
 
 class Blocks(NamedTuple):
@@ -125,11 +127,11 @@ class AmaxScale:
         format = blocks.format
         largest = format.element.max / self.headroom
         if format.scale is None:
-            encode = _at_most_flt_max(jnp.float32(largest) / blocks.tensor_amax)
-            return Scales(None, encode, 1 / encode)
+            encode = _at_most_flt_max(divide(jnp.float32(largest), blocks.tensor_amax))
+            return Scales(None, encode, divide(_ONE, encode))
         if format.scale == FP32:
-            encode = _at_most_flt_max(jnp.float32(largest) / blocks.amax)
-            return Scales(jnp.where(blocks.amax > 0, 1 / encode, 0), encode, None)
+            encode = _at_most_flt_max(divide(jnp.float32(largest), blocks.amax))
+            return Scales(jnp.where(blocks.amax > 0, divide(_ONE, encode), 0), encode, None)
         ideal, tensor = self.two_level(format, blocks.tensor_amax)
         random = None
         if blocks.words is not None:
@@ -144,8 +146,8 @@ class AmaxScale:
         ideal = jnp.float32(1 / largest)
         if not format.tensor_scale:
             return ideal, None
-        S = _at_most_flt_max(jnp.float32(largest * format.scale.max) / tensor_amax)
-        return S * ideal, 1 / S
+        S = _at_most_flt_max(divide(jnp.float32(largest * format.scale.max), tensor_amax))
+        return S * ideal, divide(_ONE, S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +204,7 @@ class PowerOfTwo:
             # Small maxima are raised by 2**24, so that the quotient is no subnormal number.
             small = blocks.amax < jnp.float32(1)
             raised = jnp.where(small, blocks.amax * jnp.float32(2.0**24), blocks.amax)
-            bits = float_bits(raised / _each(element.max, raised))
+            bits = float_bits(divide(raised, _each(element.max, raised)))
             lowered = jnp.where(small, jnp.int32(24), jnp.int32(0))
         if self.mode == "even":
             bits = bits + jnp.uint32(1 << (22 - element.mantissa_bits))
@@ -250,16 +252,16 @@ class FourOverSix:
         element, scale = blocks.format.element, blocks.format.scale
         assert scale is not None
         amax = blocks.tensor_amax
-        S = _at_most_flt_max(jnp.float32(element.max * self.max_scale) / amax)
-        tensor = 1 / S
-        base = blocks.amax / _each(element.max, blocks.amax) * S
+        S = _at_most_flt_max(divide(jnp.float32(element.max * self.max_scale), amax))
+        tensor = divide(_ONE, S)
+        base = divide(blocks.amax, _each(element.max, blocks.amax)) * S
         candidates = []
         for factor in (1.0, 1.5):
             block = _rounded(base * jnp.float32(factor), scale, Nearest(), None)
             encode = _encode(block, tensor)
             # The reference decodes with another grouping here than everywhere else.
             decoded = _magnitude(blocks, block, encode, element) * amax
-            decoded = decoded / _each(element.max * self.max_scale, decoded)
+            decoded = divide(decoded, _each(element.max * self.max_scale, decoded))
             error = _block_error(blocks, decoded, self.error)
             candidates.append((error, block, encode))
         (error6, block6, encode6), (error4, block4, encode4) = candidates
@@ -293,9 +295,9 @@ class BetterElement:
         assert format.scale is not None
         assert format.alternative is not None
         S = _at_most_flt_max(
-            jnp.float32(format.element.max * format.scale.max) / blocks.tensor_amax
+            divide(jnp.float32(format.element.max * format.scale.max), blocks.tensor_amax)
         )
-        tensor = 1 / S
+        tensor = divide(_ONE, S)
         candidates = []
         for element in (format.element, format.alternative):
             ideal = blocks.amax * (S * jnp.float32(1 / element.max))
@@ -330,7 +332,7 @@ def _rounded(x: Array, grid: ElementType, rounding: Rounding, random: Array | No
 
 
 def _encode(block: Array, tensor: Array | None) -> Array:
-    return _at_most_flt_max(1 / (block if tensor is None else block * tensor))
+    return _at_most_flt_max(divide(_ONE, block if tensor is None else block * tensor))
 
 
 def _each(constant: float, x: Array) -> Array:

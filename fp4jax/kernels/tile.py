@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fp4jax.division import divide
 from fp4jax.formats import E2M1, E4M3, ElementType
 from fp4jax.rounding import Steps, bits_float, float_bits, steps_value, to_steps
 
@@ -122,7 +123,7 @@ def reciprocal_table(tensor_scale: Array) -> Array:
     with the tensor scale and the reciprocal of that are one of eight numbers times a power of two.
     """
     mantissas = jnp.arange(8, 16, dtype=jnp.float32) * jnp.float32(1 / 8)
-    return 1 / (mantissas * tensor_scale)
+    return divide(jnp.float32(1), mantissas * tensor_scale)
 
 
 def _encode_factor(scale: Array, reciprocals: Sequence[Array]) -> Array:
