@@ -23,6 +23,7 @@ from jax import Array, lax
 from fp4jax.conv import convolve
 from fp4jax.einsum import contract
 from fp4jax.gather import Gather
+from fp4jax.kernels.registry import Kernels
 from fp4jax.matmul import DimensionNumbers, check_product, multiply, random_words
 from fp4jax.products import promoted
 from fp4jax.ragged import group_product
@@ -61,13 +62,19 @@ class _Hook:
         return _words(self.recipe, key), preferred_element_type or lhs.dtype
 
 
+@dataclasses.dataclass(frozen=True)
 class DotGeneral(_Hook):
     """`fp4jax.dot_general` with its recipe, in place of `jax.lax.dot_general`.
 
     For ``dot_general=`` of Flax layers, ``qkv_dot_general=`` and ``out_dot_general=`` of attention,
     and ``_dot_general=`` of `jax.numpy.einsum`, which may swap its operands, and with them
     activation and weight (`fp4jax.einsum` does not).
+
+    Attributes:
+      kernels: what runs the product; by default what is proven on the platform.
     """
+
+    kernels: Kernels = Kernels()
 
     def __call__(
         self,
@@ -82,7 +89,9 @@ class DotGeneral(_Hook):
     ) -> Array:
         """As `fp4jax.dot_general`; ``precision`` and ``out_sharding`` must be None."""
         words, dtype = self._settle(lhs, rhs, precision, out_sharding, preferred_element_type, key)
-        return multiply(lhs, rhs, dimension_numbers, self.recipe, words, dtype, self.gather)
+        return multiply(
+            lhs, rhs, dimension_numbers, self.recipe, words, dtype, self.gather, self.kernels
+        )
 
 
 class EinsumOp(_Hook):
