@@ -25,8 +25,8 @@ from experiments.optimization import Training
 from experiments.step import compiled_step, first_state
 from experiments.wire import collectives, moved_bytes
 from experiments.zoo import MODELS, Preset, make_model
-from fp4jax.matmul import random_words
 from fp4jax.encode import encode
+from fp4jax.matmul import random_words
 from fp4jax.quantizer import Quantizer
 
 MATRIX = (((1,), (0,)), ((), ()))
