@@ -1,0 +1,282 @@
+"""Checks GPU kernels without a GPU: what they compile to, for each kind of GPU.
+
+``python -m experiments.kernels_check`` compiles every entry of `CHECKS`, prints a table, and ends
+with exit code 1 and the reasons if one of them is not as it should be.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax import Array
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import fp4jax as fp4
+from experiments.aot import B200, H200, Compiled, Kernel, Target, compile_for, find_ptxas
+from experiments.terminal import say
+
+FAILED = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A function, a GPU, and what must hold of the kernels that come out.
+
+    Attributes:
+      name: for the table; with the target's, unique.
+      target: the GPU.
+      function: of arrays.
+      args: abstract ones.
+      must: regular expressions, each to be found in the PTX of some kernel.
+      must_not: regular expressions to be found in none.
+      most: kernels allowed.
+      least: kernels expected; with ``most`` an exact number.
+      spills: bytes that a kernel may spill, stores and loads together.
+    """
+
+    name: str
+    target: Target
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    must: tuple[str, ...] = ()
+    must_not: tuple[str, ...] = ()
+    most: int = 1
+    least: int = 1
+    spills: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a check: a compiled function, or why there is none."""
+
+    check: Check
+    compiled: Compiled | None
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Checks GPU kernels without a GPU."""
+
+    only: str = ""
+    """A regular expression: run the checks whose name with target it is found in."""
+    kernels: bool = False
+    """Show every kernel, not only what they come to together."""
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _linear(x: Array, w: Array, dy: Array, key: Array) -> tuple[Array, Array, Array]:
+    """A linear layer's result and both gradients, by the NVFP4 recipe."""
+    layer = functools.partial(fp4.matmul, recipe=fp4.recipes.nvfp4(), key=key)
+    y, pullback = jax.vjp(layer, x, w)
+    return y, *pullback(dy)
+
+
+def _xla(target: Target) -> Iterator[Check]:
+    """What XLA makes of the library as it is. Its divisions are not exact on a GPU."""
+    approximate = (r"\bdiv\.full\.f32\b", r"\brcp\.approx\.f32\b")
+    # A product and a sum must stay two roundings, and small numbers must not become zero.
+    forbidden = (r"\bfma\.rn\.f32\b", r"\.ftz\b")
+    yield Check(
+        "quantize, XLA",
+        target,
+        functools.partial(fp4.quantize, format_or_quantizer=fp4.NVFP4),
+        (_array(4096, 4096),),
+        must=approximate,
+        must_not=forbidden,
+        most=9,
+    )
+    yield Check(
+        "linear forward and backward, XLA",
+        target,
+        _linear,
+        (_array(4096, 4096), *(_array(4096, 4096),) * 2, _array(2, dtype=jnp.uint32)),
+        must=approximate,
+        must_not=(),
+        most=100,
+    )
+
+
+# A new kernel's checks go here.
+CHECKS: tuple[Check, ...] = (*_xla(H200), *_xla(B200))
+
+
+def reasons(check: Check, compiled: Compiled) -> list[str]:
+    """Why a check fails, a sentence each; none if it holds."""
+    found = []
+    count = len(compiled.kernels)
+    if not check.least <= count <= check.most:
+        allowed = f"{check.least} to {check.most}" if check.least < check.most else f"{check.most}"
+        found.append(f"{count} kernels, where {allowed} are allowed")
+    for pattern in check.must:
+        if not _with(pattern, compiled.kernels):
+            found.append(f"no kernel has {pattern}")
+    for pattern in check.must_not:
+        if names := _with(pattern, compiled.kernels):
+            found.append(f"{pattern} in {', '.join(names)}")
+    for kernel in compiled.kernels:
+        if (spilled := _spilled(kernel)) > check.spills:
+            found.append(f"{kernel.name} spills {spilled} bytes, where {check.spills} are allowed")
+    return found
+
+
+def run(checks: Sequence[Check], positions: Sequence[int]) -> Iterator[Outcome]:
+    """Compiles some of the checks, in one process for each target; yields as they are ready.
+
+    One for all targets would not do: Mosaic compiles for the first it meets.
+
+    Args:
+      checks: `CHECKS`, which the processes import.
+      positions: of those to run.
+    """
+    spawn = multiprocessing.get_context("spawn")  # JAX does not survive a fork
+    with contextlib.ExitStack() as stack:
+        pools = {
+            target: stack.enter_context(concurrent.futures.ProcessPoolExecutor(1, spawn))
+            for target in dict.fromkeys(checks[position].target for position in positions)
+        }
+        jobs = {
+            pools[checks[position].target].submit(_compiled, position): position
+            for position in positions
+        }
+        for job in concurrent.futures.as_completed(jobs):
+            check = checks[jobs[job]]
+            try:
+                yield Outcome(check, job.result())
+            except Exception as error:  # whatever a compiler says is the check's result
+                yield Outcome(check, None, f"{type(error).__name__}: {error}")
+
+
+def _compiled(position: int) -> Compiled:
+    check = CHECKS[position]
+    return compile_for(check.target, check.function, *check.args)
+
+
+def table(outcomes: Sequence[Outcome], kernels: bool) -> Table:
+    """A row for each check and, if asked for, for each of its kernels."""
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    shown.add_column("target")
+    shown.add_column("kernel", overflow="fold")
+    for heading in ("kernels", "registers", "spilled", "shared", "MB", "floor MB", "s"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("instructions", overflow="fold")
+    for outcome in outcomes:
+        check, compiled = outcome.check, outcome.compiled
+        if compiled is None:
+            shown.add_row(check.target.name, check.name, *["-"] * 7, "does not compile")
+            continue
+        patterns = (*check.must, *check.must_not)
+        shown.add_row(
+            check.target.name,
+            check.name,
+            str(len(compiled.kernels)),
+            *_resources(compiled.kernels),
+            f"{compiled.moved / 1e6:.1f}",
+            f"{compiled.floor / 1e6:.1f}",
+            f"{compiled.seconds:.1f}",
+            _instructions(patterns, compiled.kernels),
+        )
+        for kernel in compiled.kernels if kernels else ():
+            found = _instructions(patterns, [kernel])
+            cells = (*_resources([kernel]), f"{kernel.bytes / 1e6:.1f}", "", "", found)
+            shown.add_row("", f"  {kernel.name}", "", *cells, style="dim")
+    return shown
+
+
+def report(outcomes: Sequence[Outcome], console: Console, kernels: bool = False) -> int:
+    """Prints the table and what is wrong; returns the exit code."""
+    console.print(table(outcomes, kernels))
+    wrong = [
+        f"{outcome.check.target.name}, {outcome.check.name}: {reason}"
+        for outcome in outcomes
+        for reason in (
+            [outcome.error]
+            if outcome.compiled is None
+            else reasons(outcome.check, outcome.compiled)
+        )
+    ]
+    for line in wrong:
+        say(f"failed: {line}", console)
+    return FAILED if wrong else 0
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the checks that the command line asks for; returns the exit code."""
+    config = tyro.cli(Config, prog="python -m experiments.kernels_check", args=args)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for the processes: to look for no GPU
+    console = Console()
+    try:
+        find_ptxas()
+    except ModuleNotFoundError as error:
+        say(f"error: {error}")
+        return FAILED
+    positions = [
+        position
+        for position, check in enumerate(CHECKS)
+        if re.search(config.only, f"{check.target.name} {check.name}")
+    ]
+    if not positions:
+        say(f"error: only={config.only!r} is found in no check's name")
+        return FAILED
+    began = time.perf_counter()
+    outcomes = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for outcome in progress.track(run(CHECKS, positions), total=len(positions)):
+            outcomes.append(outcome)
+    outcomes.sort(key=lambda outcome: CHECKS.index(outcome.check))
+    code = report(outcomes, console, config.kernels)
+    say(f"jax {jax.__version__}, {time.perf_counter() - began:.0f} s", console)
+    return code
+
+
+def _with(pattern: str, kernels: Sequence[Kernel]) -> list[str]:
+    return [kernel.name for kernel in kernels if kernel.ptx and re.search(pattern, kernel.ptx)]
+
+
+def _spilled(kernel: Kernel) -> int:
+    used = kernel.resources
+    return used.spill_stores + used.spill_loads if used else 0
+
+
+def _resources(kernels: Sequence[Kernel]) -> tuple[str, str, str]:
+    """Registers, spilled and shared bytes: the most that one of the kernels has."""
+    used = [kernel for kernel in kernels if kernel.resources]
+    if not used:
+        return "-", "-", "-"
+    registers = max(kernel.resources.registers for kernel in used if kernel.resources)
+    shared = max(
+        kernel.resources.shared + (kernel.dynamic_shared or 0)
+        for kernel in used
+        if kernel.resources
+    )
+    return str(registers), str(max(map(_spilled, used))), str(shared)
+
+
+def _instructions(patterns: Sequence[str], kernels: Sequence[Kernel]) -> str:
+    """How often each pattern is found, the words it is found as."""
+    code = "\n".join(kernel.ptx or "" for kernel in kernels)
+    counts: dict[str, int] = {}
+    for pattern in patterns:
+        for match in re.finditer(pattern, code):
+            counts[match[0]] = counts.get(match[0], 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
