@@ -91,9 +91,6 @@ def _encode(x_ref: Any, want: Want, given: Any, result: Any, to_bfloat16: bool) 
         def random(j: int) -> Array:
             return element_bits(position + jnp.uint32(j), inner, outer)
 
-    def stored(per_block: Array) -> Array:
-        return per_block if axis == -1 else per_block.T
-
     if want.square:
         factor = _repeated(given.factor[...], 0 if axis == -1 else 1)
         low, high = tile.pack(planes, factor, random, bits)
@@ -101,8 +98,10 @@ def _encode(x_ref: Any, want: Want, given: Any, result: Any, to_bfloat16: bool) 
         reciprocals = [given.scalars[i] for i in range(1, 9)]
         low, high, scale = tile.encode(planes, given.scalars[0], reciprocals, random, bits)
         assert scale is not None
-        result.scales[...] = stored(scale).astype(jnp.uint8)
-    result.words[...] = jnp.stack([stored(low), stored(high)], axis=-1)
+        result.scales[...] = (scale if axis == -1 else scale.T).astype(jnp.uint8)
+    words = jnp.stack([low, high], axis=-1)
+    # Turned together: turned one by one they keep the compiler of jax 0.10.2 busy forever.
+    result.words[...] = words if axis == -1 else jnp.transpose(words, (1, 0, 2))
 
 
 def _planes(x_ref: Any, axis: int) -> list[Array]:
