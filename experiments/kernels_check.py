@@ -169,13 +169,17 @@ def _compiled(position: int) -> Compiled:
 
 
 def table(outcomes: Sequence[Outcome], kernels: bool) -> Table:
-    """A row for each check and, if asked for, for each of its kernels."""
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    shown.add_column("target")
-    shown.add_column("kernel", overflow="fold")
-    for heading in ("kernels", "registers", "spilled", "shared", "MB", "floor MB", "s"):
-        shown.add_column(heading, justify="right")
-    shown.add_column("instructions", overflow="fold")
+    """A row for each check and, if asked for, for each of its kernels.
+
+    It has the number of kernels, the most registers, spilled bytes and shared bytes of one, MB
+    that all move at most, MB of arguments and results alone, and the seconds of compiling.
+    """
+    shown = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    shown.add_column("target", no_wrap=True)
+    shown.add_column("kernel", overflow="fold")  # this one gives way
+    for heading in ("n", "regs", "spill", "shared", "MB", "floor", "s"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    shown.add_column("instructions", no_wrap=True)
     for outcome in outcomes:
         check, compiled = outcome.check, outcome.compiled
         if compiled is None:
@@ -195,7 +199,7 @@ def table(outcomes: Sequence[Outcome], kernels: bool) -> Table:
         for kernel in compiled.kernels if kernels else ():
             found = _instructions(patterns, [kernel])
             cells = (*_resources([kernel]), f"{kernel.bytes / 1e6:.1f}", "", "", found)
-            shown.add_row("", f"  {kernel.name}", "", *cells, style="dim")
+            shown.add_row("", kernel.name, "", *cells, style="dim")
     return shown
 
 
@@ -275,7 +279,7 @@ def _instructions(patterns: Sequence[str], kernels: Sequence[Kernel]) -> str:
     for pattern in patterns:
         for match in re.finditer(pattern, code):
             counts[match[0]] = counts.get(match[0], 0) + 1
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
+    return "\n".join(f"{count} {name}" for name, count in counts.items())
 
 
 if __name__ == "__main__":
