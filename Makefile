@@ -1,16 +1,19 @@
 # make compare   trains one small model in BF16, FP8 and NVFP4 and writes the report to runs/compare
 # make benchmark times layers and quantizers beside their rivals (qwix and torchao where installed)
 # make test      runs the tests; make test TESTS="tests/test_nnx.py -k shared" runs some
+# make kernels-check  compiles the GPU kernels for H200 and B200, no GPU needed, and checks what came out
 # make lint      ruff and mypy
 # make docs      renders the documentation to build/docs; a warning is an error
 # Each sets up the virtual environment it needs, and again only when pyproject.toml has changed.
 
 PYTHON ?= python3
 VENV ?= .venv
+CUDA_VENV ?= .venv-cuda
+EXTRA ?= dev
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help setup compare benchmark test lint docs format clean
+.PHONY: help setup compare benchmark test kernels-check lint docs format clean
 
 help:
 	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -22,7 +25,7 @@ $(READY): pyproject.toml
 	  { echo "fp4jax needs Python 3.11 or newer; '$(PYTHON)' is" \
 	    "$$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRA)]'
 	@touch $@
 
 # XLA takes a fresh half gigabyte for each step: with huge pages most of its page faults go away.
@@ -37,6 +40,11 @@ benchmark: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(TESTS)
 
+# An environment of its own: with the plugin, all other programs would look for a GPU.
+kernels-check:
+	@$(MAKE) --no-print-directory setup VENV=$(CUDA_VENV) EXTRA=kernels
+	$(CUDA_VENV)/bin/python -m experiments.kernels_check
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,4 +58,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) $(CUDA_VENV) runs build *.egg-info

@@ -170,7 +170,7 @@ class Compiled:
 
     Attributes:
       target: the GPU.
-      kernels: in launch order; those in a loop's body once.
+      kernels: in launch order; those in a loop's body or in either branch of a condition once.
       hlo: the optimized module.
       floor: bytes of arguments and results: less than this no version of the function moves.
       seconds: that tracing and compiling took.
