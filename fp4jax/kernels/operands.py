@@ -110,13 +110,13 @@ class _Scale(NamedTuple):
 
     Attributes:
       tensor: the tensor scale.
-      ideal: what a block's amax is multiplied by; None for square blocks, whose scales are known.
+      scalars: those of `Numbers`; None for square blocks, whose scales are known.
       block: of square blocks, float32 [M/16, N/16]; else None.
       factor: what square blocks' elements are multiplied by; else None.
     """
 
     tensor: Array
-    ideal: Array | None
+    scalars: Array | None
     block: Array | None
     factor: Array | None
 
@@ -136,9 +136,11 @@ def _scales(want: Want, by_maximum: dict[Maximum, Array]) -> _Scale:
     rule = quantizer.rule
     assert isinstance(rule, AmaxScale)
     if not want.square:
-        ideal, tensor = rule.two_level(quantizer.format, tensor_amax)
+        ten_times = jnp.broadcast_to(tensor_amax, 10)
+        ideal, tensor = rule.two_level(quantizer.format, ten_times)
         assert tensor is not None
-        return _Scale(tensor, ideal, None, None)
+        scalars = tile.scalar_table(ideal, tensor)
+        return _Scale(scalars[9], scalars, None, None)
     good = patches[1] < jnp.float32(np.inf)
     amax = jnp.where(good, patches[1], 0)
     window = quantizer.window(want.axis)
@@ -152,14 +154,11 @@ def _scales(want: Want, by_maximum: dict[Maximum, Array]) -> _Scale:
 
 def _numbers(want: Want, scale: _Scale, shape: tuple[int, ...], words: Array | None) -> Numbers:
     rows, length = shape if want.axis == -1 else shape[::-1]
-    scalars = None
-    if scale.ideal is not None:
-        scalars = jnp.concatenate([scale.ideal[None], tile.reciprocal_table(scale.tensor)])
     inner = outer = position = None
     if words is not None:
         inner, outer = row_keys(words[0], jnp.arange(rows, dtype=jnp.uint32))
         position = jnp.arange(0, length, tile.BLOCK, dtype=jnp.uint32)
-    return Numbers(scalars, scale.factor, inner, outer, position)
+    return Numbers(scale.scalars, scale.factor, inner, outer, position)
 
 
 def _axes(want: Want) -> tuple[Numbers, list[Axes]]:

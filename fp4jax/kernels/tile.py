@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from fp4jax.division import divide
 from fp4jax.formats import E2M1, E4M3, ElementType
@@ -81,7 +81,7 @@ def encode(
     Args:
       planes: transformed.
       ideal: float32 scalar, what the amax is multiplied by to give the block scale.
-      reciprocals: eight float32 scalars, see `reciprocal_table`.
+      reciprocals: eight float32 scalars (`scalar_table`).
       random: gives the uint32 random words of a plane by its number; None to round to nearest.
       bits: random bits spent per element.
     """
@@ -116,14 +116,20 @@ def pack(
     return words[0], words[1]
 
 
-def reciprocal_table(tensor_scale: Array) -> Array:
-    """float32[8]: what `encode` needs to divide by a block scale times ``tensor_scale``.
+def scalar_table(ideal: Array, tensor: Array) -> Array:
+    """float32[10]: `encode`'s ``ideal``, its eight ``reciprocals``, and the tensor scale.
 
     A block scale is one of eight mantissas, 1 to 15/8, times a power of two, and so its product
     with the tensor scale and the reciprocal of that are one of eight numbers times a power of two.
+
+    Args:
+      ideal: ten times the same, so that each entry is made by itself, and all by one kernel.
+      tensor: the tensor scale, ten times.
     """
-    mantissas = jnp.arange(8, 16, dtype=jnp.float32) * jnp.float32(1 / 8)
-    return divide(jnp.float32(1), mantissas * tensor_scale)
+    position = lax.iota(jnp.float32, 10)
+    mantissa = (position + jnp.float32(7)) * jnp.float32(1 / 8)
+    reciprocal = divide(jnp.float32(1), mantissa * tensor)
+    return jnp.where(position == 0, ideal, jnp.where(position == 9, tensor, reciprocal))
 
 
 def _encode_factor(scale: Array, reciprocals: Sequence[Array]) -> Array:

@@ -172,7 +172,7 @@ def _numbers_spec(want: Want, given: Numbers) -> Numbers:
     across, along = (0, 1) if want.axis == -1 else (1, 0)
     row = pl.BlockSpec((_TILE,), lambda *program: (program[across],))
     specs = Numbers(
-        scalars=pl.BlockSpec((9,), lambda i, j: (0,)),
+        scalars=pl.BlockSpec((10,), lambda i, j: (0,)),
         factor=pl.BlockSpec((_PATCHES, _PATCHES), lambda i, j: (i, j)),
         inner=row,
         outer=row,

@@ -43,8 +43,7 @@ class Numbers(NamedTuple):
     ``rows`` are the array's lines across the blocks, as many as its other axis is long.
 
     Attributes:
-      scalars: float32[9], `tile.encode`'s ``ideal`` and its eight reciprocals; None for square
-        blocks.
+      scalars: float32[10], see `tile.scalar_table`; None for square blocks.
       factor: float32 [M/16, N/16], what elements of a square block are multiplied by; else None.
       inner: uint32[rows], the first of the rows' keys (`rounding.row_keys`); None for nearest
         rounding, and so the next two.
