@@ -190,7 +190,7 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class _Described(AbstractDevice):
-    """The GPU that Pallas lowers for, as it asks the mesh. By default Mosaic takes it for Hopper."""
+    """The GPU that Pallas lowers for, as it asks the mesh; without this Mosaic assumes Hopper."""
 
     compute_capability: str
 
@@ -493,7 +493,9 @@ def _new_mosaic_code(target: Target, folder: Path, wanted: list[Mosaic]) -> dict
         launch = r"launch_func .*dynamic_shared_memory_size %c(\d+)_i32"
         shared = _first(launch, passes.read_text())
         for entry, code in _code(target, path.read_text(), report.read_text()).items():
-            kernel = next(kernel for kernel in left if kernel.entry == entry)
+            kernel = next((kernel for kernel in left if kernel.entry == entry), None)
+            if kernel is None:
+                raise RuntimeError(f"Mosaic compiled {entry}, which no launch of the module names")
             left.remove(kernel)
             found[kernel.hash] = code._replace(dynamic_shared=int(shared) if shared else None)
     if left:
