@@ -16,7 +16,7 @@ READY := $(VENV)/ready
 .PHONY: help setup compare benchmark test kernels-check lint docs format clean
 
 help:
-	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '/^$$/q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY)
 
