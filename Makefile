@@ -1,7 +1,7 @@
 # make compare   trains one small model in BF16, FP8 and NVFP4 and writes the report to runs/compare
 # make benchmark times layers and quantizers beside their rivals (qwix and torchao where installed)
 # make test      runs the tests; make test TESTS="tests/test_nnx.py -k shared" runs some
-# make kernels-check  compiles the GPU kernels for H200 and B200, no GPU needed, and checks what came out
+# make kernels-check compiles GPU kernels for H200 and B200, without either, and checks what came out
 # make lint      ruff and mypy
 # make docs      renders the documentation to build/docs; a warning is an error
 # Each sets up the virtual environment it needs, and again only when pyproject.toml has changed.
@@ -16,7 +16,7 @@ READY := $(VENV)/ready
 .PHONY: help setup compare benchmark test kernels-check lint docs format clean
 
 help:
-	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '/^$$/q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY)
 

@@ -188,6 +188,13 @@ class Compiled:
         return sum({kernel.operation: kernel.bytes for kernel in self.kernels}.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class _Described(AbstractDevice):
+    """The GPU that Pallas lowers for, as it asks the mesh; without this Mosaic assumes Hopper."""
+
+    compute_capability: str
+
+
 class Code(NamedTuple):
     """One entry point's PTX, its resources, and the shared memory that its launch asks for."""
 
@@ -232,8 +239,7 @@ def compile_for(target: Target, function: Callable[..., Any], *args: Any) -> Com
     assembler = find_ptxas()
     device = _device(target)
     place = SingleDeviceSharding(device)
-    # Pallas asks the mesh which GPU it lowers for.
-    described = AbstractDevice(device_kind=device.device_kind, num_cores=None, platform="gpu")
+    described = _Described(target.device_kind, None, "gpu", "{}.{}".format(*target.capability))
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=described)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -487,7 +493,9 @@ def _new_mosaic_code(target: Target, folder: Path, wanted: list[Mosaic]) -> dict
         launch = r"launch_func .*dynamic_shared_memory_size %c(\d+)_i32"
         shared = _first(launch, passes.read_text())
         for entry, code in _code(target, path.read_text(), report.read_text()).items():
-            kernel = next(kernel for kernel in left if kernel.entry == entry)
+            kernel = next((kernel for kernel in left if kernel.entry == entry), None)
+            if kernel is None:
+                raise RuntimeError(f"Mosaic compiled {entry}, which no launch of the module names")
             left.remove(kernel)
             found[kernel.hash] = code._replace(dynamic_shared=int(shared) if shared else None)
     if left:

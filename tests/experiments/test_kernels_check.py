@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import io
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -299,13 +301,59 @@ def test_checks_have_different_names():
     assert len(set(names)) == len(names)
 
 
-def test_a_check_runs_where_the_plugin_is_installed(monkeypatch, capsys):
+@pytest.fixture
+def plugin(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     try:
         aot.find_ptxas()
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_check_runs(capsys):
     assert kernels_check.main(["--only", "200 quantize, XLA", "--kernels"]) == 0
     text = capsys.readouterr().out
     assert text.count("quantize, XLA") == 2
     assert "div.full.f32" in text
+
+
+# Two Mosaic kernels of one name, the smaller last, and XLA's own for what feeds it.
+MOSAIC_PROGRAM = """
+import jax, jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from experiments.aot import B200, H200, compile_for
+
+def double(x):
+    def double_rows(x_gmem, y_gmem, x_smem, y_smem, barrier):
+        plgpu.copy_gmem_to_smem(x_gmem, x_smem, barrier)
+        plgpu.barrier_wait(barrier)
+        y_smem[...] = x_smem[...] * 2
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(y_smem, y_gmem)
+        plgpu.wait_smem_to_gmem(0)
+    scratch = [plgpu.SMEM(x.shape, x.dtype)] * 2 + [plgpu.Barrier()]
+    return plgpu.kernel(double_rows, out_type=x, scratch_types=scratch)(x)
+
+large, small = (jax.ShapeDtypeStruct((128, n), jnp.float32) for n in (64, 32))
+for _ in range(2):  # the second time Mosaic has both already
+    kernels = compile_for(B200, lambda x, y: double(double(x)[:, :32] + y), large, small).kernels
+    print(*(kernel.name for kernel in kernels))
+    print(*(kernel.dynamic_shared // 1024 for kernel in kernels if "mosaic" in kernel.name))
+    print(all(".target sm_100a" in kernel.ptx for kernel in kernels))
+try:
+    compile_for(H200, double, small)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.usefixtures("plugin")
+def test_mosaic_kernels_are_told_apart_and_remembered():
+    program = [sys.executable, "-c", MOSAIC_PROGRAM]
+    run = subprocess.run(program, capture_output=True, text=True, check=True)
+    *twice, refusal = run.stdout.splitlines()
+    entry = "double_rows_mosaic_gpu_kernel"
+    # Two copies of 128 x 64 floats are 64 KB.
+    assert twice == [f"{entry} loop_add_fusion {entry}", "64 32", "True"] * 2
+    assert "compile for H200 in a new process" in refusal
