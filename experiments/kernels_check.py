@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import importlib
 import multiprocessing
 import os
 import re
@@ -26,7 +27,9 @@ from rich.table import Table
 
 import fp4jax as fp4
 from experiments.aot import B200, H200, Compiled, Kernel, Target, compile_for, find_ptxas
+from experiments.gpu_bytes import CASES
 from experiments.terminal import say
+from fp4jax.kernels.wanted import Maximum, Numbers, Want
 
 FAILED = 1
 
@@ -97,7 +100,10 @@ def _linear(x: Array, w: Array, dy: Array, key: Array) -> tuple[Array, Array, Ar
 
 
 def _xla(target: Target) -> Iterator[Check]:
-    """What XLA makes of the library: two roundings where there are two, divisions inexact."""
+    """What XLA makes of the library: two roundings where there are two, but inexact divisions.
+
+    Those `fp4jax.division` puts right.
+    """
     xla = functools.partial(
         Check,
         target=target,
@@ -106,14 +112,53 @@ def _xla(target: Target) -> Iterator[Check]:
     )
     x, key = _array(4096, 4096), _array(2, dtype=jnp.uint32)
     quantize = functools.partial(fp4.quantize, format_or_quantizer=fp4.NVFP4)
-    yield xla("quantize, XLA", function=quantize, args=(x,), most=9)
-    yield xla("linear forward and backward, XLA", function=_linear, args=(x, x, x, key), most=60)
+    yield xla("quantize, XLA", function=quantize, args=(x,), most=11)
+    yield xla("linear forward and backward, XLA", function=_linear, args=(x, x, x, key), most=64)
+
+
+def _quantize(target: Target, name: str) -> Iterator[Check]:
+    """The kernels of an implementation of quantize: no division, each element read once."""
+    check = functools.partial(
+        Check, target=target, must_not=APPROXIMATE + FLUSHED, most=1, args=(_array(8192, 8192),)
+    )
+    if name == "triton":  # which alone says how every sum is rounded
+        check = functools.partial(check, must_not=APPROXIMATE + FLUSHED + FUSED)
+    body = importlib.import_module(f"fp4jax.kernels.{name}_quantize")
+    for case, wants in CASES.items():
+        encode = functools.partial(_encode, body, wants)
+        numbers = tuple(_numbers(want, 8192) for want in wants)
+        yield check(f"quantize {case}, {name}", function=encode, args=(_array(8192, 8192), numbers))
+    maxima = tuple(
+        Maximum(want.quantizer.hadamard, want.axis, finite=True)
+        for want in CASES["gradient: the same, stochastic"]
+    )
+    function = functools.partial(_maxima, body, maxima)
+    yield check(f"maxima for a gradient, {name}", function=function, most=3)
+
+
+def _encode(body: Any, wants: tuple[Want, ...], x: Array, numbers: tuple[Numbers, ...]) -> Any:
+    return body.encode(x, wants, numbers)
+
+
+def _maxima(body: Any, maxima: tuple[Maximum, ...], x: Array) -> Any:
+    return body.maxima(x, maxima)
+
+
+def _numbers(want: Want, size: int) -> Numbers:
+    """What a kernel gets beside a square array."""
+    word, number = (functools.partial(_array, dtype=dtype) for dtype in (jnp.uint32, jnp.float32))
+    drawn = (word(size), word(size), word(size // 16)) if want.quantizer.needs_key else [None] * 3
+    if want.square:
+        return Numbers(None, number(size // 16, size // 16), *drawn)
+    return Numbers(number(10), None, *drawn)
 
 
 # A new kernel's checks go here.
 CHECKS: tuple[Check, ...] = (
     *_xla(H200),
     *_xla(B200),
+    *_quantize(H200, "triton"),
+    *_quantize(B200, "triton"),
 )
 
 
