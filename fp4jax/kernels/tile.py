@@ -69,21 +69,44 @@ def finite_amax(planes: Planes) -> Array:
     return functools.reduce(jnp.maximum, finite)
 
 
-def encode(
-    planes: Planes,
-    ideal: Array,
-    reciprocals: Sequence[Array],
-    random: Callable[[int], Array] | None,
-    bits: int,
-) -> Encoded:
+# The codes of two neighbours, the first in the low nibble: of their plane's number, which is even,
+# and of both, scaled and without their signs.
+Pair = Callable[[int, Array, Array], Array]
+
+
+def nearest(_: int, first: Array, second: Array) -> Array:
+    """The `Pair` of codes by rounding to nearest."""
+    low, high = (to_steps(x, E2M1) for x in (first, second))
+    high_code = _code(_nearest(high.number), high, E2M1)
+    return _code(_nearest(low.number), low, E2M1) | (high_code << jnp.uint32(4))
+
+
+def stochastic(random: Callable[[int], Array], bits: int) -> Pair:
+    """The `Pair` of codes by stochastic rounding.
+
+    Args:
+      random: gives the uint32 random words of a plane by its number.
+      bits: random bits spent per element.
+    """
+
+    def pair(j: int, first: Array, second: Array) -> Array:
+        codes = []
+        for i, x in ((j, first), (j + 1, second)):
+            steps = to_steps(x, E2M1)
+            codes.append(_code(_stochastic(steps.number, random(i), bits), steps, E2M1))
+        return codes[0] | (codes[1] << jnp.uint32(4))
+
+    return pair
+
+
+def encode(planes: Planes, ideal: Array, reciprocals: Sequence[Array], pair: Pair) -> Encoded:
     """Scales each block by its own amax, rounds and packs it.
 
     Args:
       planes: transformed.
       ideal: float32 scalar, what the amax is multiplied by to give the block scale.
       reciprocals: eight float32 scalars (`scalar_table`).
-      random: gives the uint32 random words of a plane by its number; None to round to nearest.
-      bits: random bits spent per element.
+      pair: how elements are rounded.
     """
     largest = amax(planes)
     good = largest < jnp.uint32(_INFINITY)
@@ -93,26 +116,23 @@ def encode(
     value = steps_value(steps._replace(number=number.astype(jnp.int32).astype(jnp.float32)), E4M3)
     factor = jnp.where(good, _encode_factor(value, reciprocals), jnp.float32(0))
     scale = jnp.where(good, _code(number, steps, E4M3), jnp.uint32(E4M3.nan_code))
-    return Encoded(*pack(planes, factor, random, bits), scale)
+    return Encoded(*pack(planes, factor, pair), scale)
 
 
-def pack(
-    planes: Planes, factor: Array, random: Callable[[int], Array] | None, bits: int
-) -> tuple[Array, Array]:
+def pack(planes: Planes, factor: Array, pair: Pair) -> tuple[Array, Array]:
     """The codes of elements times ``factor`` (float32, per block), eight in a uint32."""
+
+    def signed(j: int) -> Array:
+        # Compilers flush subnormal numbers on one machine and not on another.
+        first, second = (bits_float(_magnitude(planes[i])) * factor for i in (j, j + 1))
+        signs = (float_bits(planes[i]) & jnp.uint32(_SIGN) for i in (j, j + 1))
+        sign, next_sign = (s >> jnp.uint32(n) for s, n in zip(signs, (28, 24), strict=True))
+        return pair(j, first, second) | sign | next_sign
+
     words = []
-    for half in range(2):
-        word = jnp.uint32(0)
-        for i in range(BLOCK // 2):
-            j = half * BLOCK // 2 + i
-            # Compilers flush subnormal numbers on one machine and not on another.
-            scaled = bits_float(_magnitude(planes[j])) * factor
-            steps = to_steps(scaled, E2M1)
-            number = steps.number
-            k = _nearest(number) if random is None else _stochastic(number, random(j), bits)
-            sign = (float_bits(planes[j]) & jnp.uint32(_SIGN)) >> jnp.uint32(28)
-            word = word | ((_code(k, steps, E2M1) | sign) << jnp.uint32(4 * i))
-        words.append(word)
+    for start in (0, BLOCK // 2):
+        bytes_ = [signed(start + 2 * i) << jnp.uint32(8 * i) for i in range(4)]
+        words.append(functools.reduce(jnp.bitwise_or, bytes_))
     return words[0], words[1]
 
 

@@ -14,12 +14,14 @@ from jax.experimental.pallas import triton as plt
 
 from fp4jax import blocks
 from fp4jax.kernels import tile
+from fp4jax.kernels.device import compute_capability
 from fp4jax.kernels.wanted import Maximum, Numbers, Want, Written
 from fp4jax.rounding import Stochastic, element_bits
 
 _TILE = 64  # rows and columns of a program's part of the array
 _PATCHES = _TILE // tile.BLOCK
 _WARPS = 4
+_CONVERTS = 10  # the compute capability from which on an instruction rounds to E2M1
 
 
 def maxima(x: Array, wanted: tuple[Maximum, ...], *, interpret: bool = False) -> tuple[Array, ...]:
@@ -56,9 +58,11 @@ def encode(
         _padded(want, given, x.shape) for want, given in zip(wants, numbers, strict=True)
     )
 
+    converts = not interpret and (compute_capability() or (0, 0))[0] >= _CONVERTS
+
     def quantize(x_ref: Any, given: Any, *results: Any) -> None:
         for want, refs, result in zip(wants, given, results, strict=True):
-            _encode(x_ref, want, refs, result, x.dtype == jnp.bfloat16)
+            _encode(x_ref, want, refs, result, x.dtype == jnp.bfloat16, converts)
 
     results = _call(
         quantize,
@@ -75,33 +79,48 @@ def encode(
     )
 
 
-def _encode(x_ref: Any, want: Want, given: Any, result: Any, to_bfloat16: bool) -> None:
+def _encode(
+    x_ref: Any, want: Want, given: Any, result: Any, to_bfloat16: bool, converts: bool
+) -> None:
     """Encodes a tile and stores it with the blocks of a row side by side."""
     quantizer, axis = want
     planes = _planes(x_ref, axis)
     if quantizer.hadamard is not None:
         planes = tile.rotate(planes, quantizer.hadamard.signs, to_bfloat16)
-    random, bits = None, 0
+    pair: tile.Pair = _converted if converts else tile.nearest
     if isinstance(quantizer.rounding, Stochastic):
-        bits = quantizer.rounding.bits
-        across, along = (1, 0) if axis == -1 else (0, 1)  # axes that rows and blocks lack
-        inner, outer = (jnp.expand_dims(ref[...], across) for ref in (given.inner, given.outer))
-        position = jnp.expand_dims(given.position[...], along)
-
-        def random(j: int) -> Array:
-            return element_bits(position + jnp.uint32(j), inner, outer)
-
+        pair = tile.stochastic(_random(axis, given), quantizer.rounding.bits)
     if want.square:
         factor = _repeated(given.factor[...], 0 if axis == -1 else 1)
-        low, high = tile.pack(planes, factor, random, bits)
+        low, high = tile.pack(planes, factor, pair)
     else:
         reciprocals = [given.scalars[i] for i in range(1, 9)]
-        low, high, scale = tile.encode(planes, given.scalars[0], reciprocals, random, bits)
+        low, high, scale = tile.encode(planes, given.scalars[0], reciprocals, pair)
         assert scale is not None
         result.scales[...] = (scale if axis == -1 else scale.T).astype(jnp.uint8)
     words = jnp.stack([low, high], axis=-1)
     # Turned together: turned one by one they keep the compiler of jax 0.10.2 busy forever.
     result.words[...] = words if axis == -1 else jnp.transpose(words, (1, 0, 2))
+
+
+def _random(axis: int, given: Any) -> Callable[[int], Array]:
+    """The random words of a plane, by its number."""
+    across, along = (1, 0) if axis == -1 else (0, 1)  # axes that rows and blocks lack
+    inner, outer = (jnp.expand_dims(ref[...], across) for ref in (given.inner, given.outer))
+    position = jnp.expand_dims(given.position[...], along)
+    return lambda j: element_bits(position + jnp.uint32(j), inner, outer)
+
+
+def _converted(_: int, first: Array, second: Array) -> Array:
+    """`tile.nearest` by the instruction that Blackwell has for it."""
+    (pair,) = plt.elementwise_inline_asm(
+        "{ .reg .b8 p; cvt.rn.satfinite.e2m1x2.f32 p, $2, $1; mov.b32 $0, {p, p, p, p}; }",
+        args=(first, second),
+        constraints="=r,r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(first.shape, jnp.int32)],
+    )
+    return (pair & 0xFF).astype(jnp.uint32)
 
 
 def _planes(x_ref: Any, axis: int) -> list[Array]:
