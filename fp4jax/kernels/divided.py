@@ -19,7 +19,10 @@ Axes = tuple[str | None, ...]
 
 
 def divided(
-    function: Callable[..., Sequence[Array]], arguments: Sequence[Axes], results: Sequence[Axes]
+    function: Callable[..., Sequence[Array]],
+    arguments: Sequence[Axes],
+    results: Sequence[Axes],
+    whole: bool = False,
 ) -> Callable[..., tuple[Array, ...]]:
     """``function``, run by each device on its shards; under vmap once for each entry.
 
@@ -28,6 +31,7 @@ def divided(
         a name it must compute its results' i-th parts, whatever the number of parts.
       arguments: each one's axes.
       results: each one's axes.
+      whole: whether it runs undivided after all, since it has side effects.
     """
 
     def run(*arrays: Array) -> tuple[Array, ...]:
@@ -42,6 +46,8 @@ def divided(
 
         return mesh, run, tuple(map(sharding, results)), tuple(map(sharding, arguments))
 
+    if whole:
+        return jax.custom_batching.sequential_vmap(run)
     partitioned = custom_partitioning(run)
     partitioned.def_partition(partition, sharding_rule=_rule(arguments, results))
     return jax.custom_batching.sequential_vmap(partitioned)

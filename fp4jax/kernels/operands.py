@@ -18,7 +18,13 @@ from fp4jax.scaling import AmaxScale, Blocks
 
 
 class Backend(Protocol):
-    """What a backend provides: `fp4jax.kernels.triton_quantize` is one such module."""
+    """What a backend provides: `fp4jax.kernels.triton_quantize` is one such module.
+
+    Attributes:
+      EFFECTS: whether its interpreter has side effects, so that devices cannot share the work.
+    """
+
+    EFFECTS: bool
 
     def maxima(
         self, x: Array, wanted: tuple[Maximum, ...], *, interpret: bool = False
@@ -77,9 +83,12 @@ def quantize(
     patches = blocks.pad(x, (tile.BLOCK, tile.BLOCK))
     needed = tuple(dict.fromkeys(maximum for want in wants for maximum in _maxima(want)))
     axes: Axes = ("rows", "columns")
-    found = divided(
-        lambda x: backend.maxima(x, needed, interpret=interpret), [axes], [axes] * len(needed)
-    )(patches)
+    whole = interpret and backend.EFFECTS
+
+    def maxima(x: Array) -> tuple[Array, ...]:
+        return backend.maxima(x, needed, interpret=interpret)
+
+    found = divided(maxima, [axes], [axes] * len(needed), whole)(patches)
     by_maximum = {m: bits_float(amax) for m, amax in zip(needed, found, strict=True)}
 
     scales = [_scales(want, by_maximum) for want in wants]
@@ -98,7 +107,7 @@ def quantize(
         number_axes, written_axes = _axes(want)
         arguments += [a for a, number in zip(number_axes, given, strict=True) if number is not None]
         results += written_axes[:1] if want.square else written_axes
-    written = iter(divided(encode, arguments, results)(*arrays))
+    written = iter(divided(encode, arguments, results, whole)(*arrays))
     return tuple(
         _qtensor(want, scale, next(written), None if want.square else next(written), x)
         for want, scale in zip(wants, scales, strict=True)

@@ -25,7 +25,13 @@ class Tiles(Protocol):
 
 
 class Backend(Protocol):
-    """What a backend provides: `fp4jax.kernels.hopper_matmul` is one such module."""
+    """What a backend provides: `fp4jax.kernels.hopper_matmul` is one such module.
+
+    Attributes:
+      EFFECTS: whether its interpreter has side effects, so that devices cannot share the work.
+    """
+
+    EFFECTS: bool
 
     def tiles_for(self, m: int, n: int, k: int) -> Tiles:
         """The tiles for a product of these extents."""
@@ -58,7 +64,9 @@ def multiply(
         return (backend.matmul(left, right, out_dtype, **options)[:m, :n],)
 
     arguments = [("m", None), ("m", None), (), ("n", None), ("n", None), ()]
-    (y,) = divided(run, arguments, [("m", "n")])(*_packed(a), *_packed(b))
+    (y,) = divided(run, arguments, [("m", "n")], whole=interpret and backend.EFFECTS)(
+        *_packed(a), *_packed(b)
+    )
     return y
 
 

@@ -18,6 +18,7 @@ from fp4jax.kernels.device import compute_capability
 from fp4jax.kernels.wanted import Maximum, Numbers, Want, Written
 from fp4jax.rounding import Stochastic, element_bits
 
+EFFECTS = False
 _TILE = 64  # rows and columns of a program's part of the array
 _PATCHES = _TILE // tile.BLOCK
 _WARPS = 4
