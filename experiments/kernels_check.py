@@ -43,6 +43,9 @@ FUSED = (r"\bfma\.rn\S*f32\S*", r"\b(?:add|sub)\.f32\S*")
 
 # Two numbers to E2M1, to nearest: Blackwell's.
 TO_E2M1 = (r"\bcvt\.rn\.satfinite\.e2m1x2\.f32",)
+# Tensor cores: Blackwell's of NVFP4, Hopper's of 16-bit operands.
+BLOCK_SCALED = (r"\btcgen05\.mma\S*\.kind::mxf4nvf4\S*block_scale\S*",)
+WGMMA = (r"\bwgmma\.mma_async\S*\.f16\.f16",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +98,25 @@ def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _linear(x: Array, w: Array, dy: Array, key: Array) -> tuple[Array, Array, Array]:
+def _linear(kernels: fp4.Kernels, x: Array, w: Array, dy: Array, key: Array) -> tuple[Array, ...]:
     """A linear layer's result and both gradients, by the NVFP4 recipe."""
-    layer = functools.partial(fp4.matmul, recipe=fp4.recipes.nvfp4(), key=key)
+
+    def layer(x: Array, w: Array) -> Array:
+        recipe, dimensions = fp4.recipes.nvfp4(), (((1,), (0,)), ((), ()))
+        return fp4.dot_general(x, w, dimensions, recipe=recipe, key=key, kernels=kernels)
+
     y, pullback = jax.vjp(layer, x, w)
     return y, *pullback(dy)
+
+
+_LAYER = (*[_array(4096, 4096)] * 3, _array(2, dtype=jnp.uint32))
+
+
+def _layer(target: Target, kernels: fp4.Kernels, must: tuple[str, ...], most: int) -> Check:
+    """A layer by kernels: for each of three tensors maxima, their sum-up, and codes; products."""
+    name = f"linear forward and backward, {kernels.quantize} and {kernels.scaled_matmul}"
+    function = functools.partial(_linear, kernels)
+    return Check(name, target, function, _LAYER, must, FLUSHED, most)
 
 
 def _xla(target: Target) -> Iterator[Check]:
@@ -113,10 +130,10 @@ def _xla(target: Target) -> Iterator[Check]:
         must=APPROXIMATE[:2],
         must_not=FLUSHED + FUSED,
     )
-    x, key = _array(4096, 4096), _array(2, dtype=jnp.uint32)
     quantize = functools.partial(fp4.quantize, format_or_quantizer=fp4.NVFP4)
-    yield xla("quantize, XLA", function=quantize, args=(x,), most=11)
-    yield xla("linear forward and backward, XLA", function=_linear, args=(x, x, x, key), most=64)
+    yield xla("quantize, XLA", function=quantize, args=_LAYER[:1], most=11)
+    layer = functools.partial(_linear, fp4.Kernels())
+    yield xla("linear forward and backward, XLA", function=layer, args=_LAYER, most=64)
 
 
 def _quantize(target: Target, name: str) -> Iterator[Check]:
@@ -163,6 +180,28 @@ def _numbers(want: Want, size: int) -> Numbers:
     return Numbers(number(10), None, *drawn)
 
 
+def _scaled_matmul(
+    target: Target, name: str, must: tuple[str, ...], most: int, sizes: tuple[int, ...]
+) -> Iterator[Check]:
+    """The kernels of an implementation of scaled_matmul, and its instruction."""
+    for size in sizes:
+        function = functools.partial(_product, name)
+        operands = (_quantized(size), _quantized(size))
+        yield Check(
+            f"scaled_matmul {size}, {name}", target, function, operands, must, FLUSHED, most
+        )
+
+
+def _product(name: str, a: fp4.QTensor, b: fp4.QTensor) -> Array:
+    dtype = jnp.bfloat16
+    return fp4.scaled_matmul(a, b, preferred_element_type=dtype, implementation=name)
+
+
+def _quantized(size: int) -> Any:
+    """A square matrix in NVFP4."""
+    return jax.eval_shape(lambda x: fp4.quantize(x, fp4.NVFP4), _array(size, size))
+
+
 # A new kernel's checks go here.
 CHECKS: tuple[Check, ...] = (
     *_xla(H200),
@@ -171,6 +210,11 @@ CHECKS: tuple[Check, ...] = (
     *_quantize(B200, "triton"),
     *_quantize(H200, "mosaic"),
     *_quantize(B200, "mosaic"),
+    *_scaled_matmul(H200, "hopper", WGMMA, most=3, sizes=(1024, 8192)),
+    *_scaled_matmul(B200, "blackwell", BLOCK_SCALED, most=3, sizes=(1024, 8192)),
+    *_scaled_matmul(B200, "cudnn", (r"cudnn\$blockScaledDot",), most=4, sizes=(8192,)),
+    _layer(H200, fp4.Kernels("mosaic", "hopper"), WGMMA, most=40),
+    _layer(B200, fp4.Kernels("mosaic", "blackwell"), BLOCK_SCALED, most=40),
 )
 
 
@@ -307,7 +351,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _with(pattern: str, kernels: Sequence[Kernel]) -> list[str]:
-    return [kernel.name for kernel in kernels if kernel.ptx and re.search(pattern, kernel.ptx)]
+    """The kernels whose code has the pattern; of a library's, whose name in the program has it."""
+    return [k.name for k in kernels if re.search(pattern, k.ptx or k.made_by)]
 
 
 def _spilled(kernel: Kernel) -> int:

@@ -242,7 +242,8 @@ def _encode_columns(want: Want, tile_ref: Ref, given: Numbers, written: Written)
 def _encoded(want: Want, planes: list[Array], known: Numbers, dtype: Any) -> tile.Encoded:
     """The blocks of these planes; of ``known``, the scalars are a list and the rest are planes."""
     planes = _rotated(planes, want.quantizer.hadamard, dtype)
-    pair, rounding = tile.nearest, want.quantizer.rounding
+    pair: tile.Pair = tile.nearest
+    rounding = want.quantizer.rounding
     if isinstance(rounding, Stochastic):
 
         def random(j: int) -> Array:
@@ -277,17 +278,19 @@ def _tiled(x: Array) -> Array:
 
 
 def _tiled_numbers(numbers: Numbers, axis: int) -> Numbers:
-    scalars, factor, *keys, position = numbers
+    scalars, factor, inner, outer, position = numbers
     if factor is not None:
         factor = _padded(factor, _ROWS // 16, _COLUMNS // 16)
         factor = factor.reshape(factor.shape[0], -1, 8)
     lines, blocks = (_ROWS, _COLUMNS // 16) if axis == -1 else (_COLUMNS, _ROWS // 16)
     planes = (-1, 16) if axis == -1 else (-1, 8, 16)
-    keys = [None if key is None else _padded(key, lines).reshape(planes) for key in keys]
+    inner, outer = (
+        _if(key, lambda key: _padded(key, lines).reshape(planes)) for key in (inner, outer)
+    )
     if position is not None:
         position = _padded(position, blocks)
         position = position.reshape(-1, 8) if axis == -1 else position
-    return Numbers(scalars, factor, *keys, position)
+    return Numbers(scalars, factor, inner, outer, position)
 
 
 def _written(want: Want, tiled: tuple[int, ...]) -> Written:

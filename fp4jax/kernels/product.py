@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from fp4jax import blocks
 from fp4jax.formats import NVFP4
@@ -78,7 +78,8 @@ def _packed(q: QTensor) -> Packed:
     scales = q.block_scales
     if q.quantizer.tile == (_BLOCK, _BLOCK):
         scales = jnp.repeat(scales, _BLOCK, 0)[: codes.shape[0]]
-    return Packed(codes, scales, q.tensor_scale)
+    # What the backward pass keeps has them as bytes.
+    return Packed(codes, lax.bitcast_convert_type(scales, jnp.float8_e4m3fn), q.tensor_scale)
 
 
 def _padded(operand: Packed, rows: int, length: int) -> Packed:

@@ -44,7 +44,7 @@ QUANTIZE = (
     Implementation("triton", "triton_quantize", (8, 9, 10, 12), operands.refusal, newest=False),
 )
 SCALED_MATMUL = (
-    Implementation("blackwell", "blackwell_matmul", (10,), product.refusal),
+    Implementation("blackwell", "blackwell_matmul", (10,), product.refusal, interpreted=False),
     Implementation(
         "cudnn", "cudnn_matmul", (10,), product.refusal, interpreted=False, newest=False
     ),
