@@ -153,12 +153,11 @@ def main() -> int:
     """Checks, reports, and returns 1 if a byte or a product was wrong."""
     options = tyro.cli(Options, description=__doc__)
     console = Console(stderr=True)
-    capability = compute_capability()
-    if capability is None:
+    if compute_capability() is None:
         say("gpu_check needs an NVIDIA GPU and JAX with CUDA (pip install -e '.[cuda13]')", console)
         return 2
     names = [
-        [i.name for i in operation if capability[0] in i.majors]
+        [i.name for i in operation if i.unavailable() is None]
         for operation in (registry.QUANTIZE, registry.SCALED_MATMUL)
     ]
     found = check(options, names[0], ["xla", *names[1]], console)

@@ -37,6 +37,18 @@ class Implementation:
     newest: bool = True
     proven: tuple[int, ...] = ()
 
+    def unavailable(self, interpret: bool = False) -> str | None:
+        """What it needs that is missing here, in words; None if nothing is."""
+        if self.newest and jax.__version_info__ < (0, 12):
+            return f"JAX 0.12 or newer, not {jax.__version__}"
+        major = _major()
+        if interpret or major in self.majors:
+            return None
+        majors = " or ".join(map(str, self.majors))
+        here = f"the GPU here has {major}" if major else "there is no GPU here"
+        anywhere = f"; {self.name + _INTERPRETED!r} runs anywhere" if self.interpreted else ""
+        return f"a GPU of compute capability {majors}; {here}{anywhere}"
+
 
 # In the order of preference.
 QUANTIZE = (
@@ -103,7 +115,6 @@ def choose(
     Raises:
       ValueError: if one is named that does not exist, or cannot run here or with the arguments.
     """
-    major = (compute_capability() or (0, 0))[0]
 
     def refusal(implementation: Implementation) -> str | None:
         if jax.sharding.get_abstract_mesh().manual_axes:
@@ -112,25 +123,25 @@ def choose(
 
     if name is None:
         for implementation in operation:
-            if major in implementation.proven and refusal(implementation) is None:
+            # Asked in this order, so that nobody looks for a GPU where it does not matter.
+            proven = implementation.proven and _major() in implementation.proven
+            if proven and refusal(implementation) is None:
                 return Choice(implementation, interpret=False, forced=False)
         return None
     found = _named(operation, name)
     if found is None:
         return None
     interpret = name.endswith(_INTERPRETED)
-    if found.newest and jax.__version_info__ < (0, 12):
-        raise ValueError(f"implementation {name!r} needs JAX 0.12 or newer, not {jax.__version__}")
-    if not interpret and major not in found.majors:
-        majors = " or ".join(map(str, found.majors))
-        here = f"the GPU here has {major}" if major else "there is no GPU here"
-        anywhere = f"; {found.name + _INTERPRETED!r} runs anywhere" if found.interpreted else ""
-        raise ValueError(
-            f"implementation {name!r} needs a GPU of compute capability {majors}; {here}{anywhere}"
-        )
+    if missing := found.unavailable(interpret):
+        raise ValueError(f"implementation {name!r} needs {missing}")
     if reason := refusal(found):
         raise ValueError(f"implementation {name!r} does not take these arguments: {reason}")
     return Choice(found, interpret, forced=True)
+
+
+def _major() -> int:
+    """Of the GPU here; 0 without one."""
+    return (compute_capability() or (0, 0))[0]
 
 
 def _named(operation: tuple[Implementation, ...], name: str | None) -> Implementation | None:
