@@ -29,25 +29,21 @@ def corrected(a: Array, b: Array, approximate: Callable[..., Array] = lax.div) -
     """`divide` by a division that is up to two units off, put right by its exact remainder."""
     a_fraction, a_exponent = _parts(a)
     b_fraction, b_exponent = _parts(b)
-    # quotient = fraction / 2**23 * 2**exponent with a fraction of 24 bits, rounded down at first
+    # quotient = fraction / 2**23 * 2**exponent, with a fraction of 24 bits
     below_one = (a_fraction < b_fraction).astype(jnp.int32)
     exponent = a_exponent - b_exponent - below_one
-    shift = (_FRACTION + below_one).astype(jnp.uint32)
     near = approximate(a_fraction.astype(jnp.float32), b_fraction.astype(jnp.float32))
     scale = jnp.where(below_one == 1, jnp.float32(2.0**24), jnp.float32(2.0**23))
     fraction = (near * scale).astype(jnp.int32)
     # Modulo 2**32, of which the remainder is far less.
+    shifted = a_fraction << (_FRACTION + below_one).astype(jnp.uint32)
     product = fraction.astype(jnp.uint32) * b_fraction
-    remainder = lax.bitcast_convert_type((a_fraction << shift) - product, jnp.int32)
-    divisor = b_fraction.astype(jnp.int32)
-    for _ in range(3):
-        less = (remainder < 0).astype(jnp.int32)
-        more = (remainder >= divisor).astype(jnp.int32)
-        fraction = fraction - less + more
-        remainder = remainder + (less - more) * divisor
-    half = 2 * remainder - divisor
-    up = (half > 0) | ((half == 0) & (fraction & 1 == 1))
-    value = (fraction + up.astype(jnp.int32)).astype(jnp.float32) * jnp.float32(2.0**-23)
+    remainder = 2 * lax.bitcast_convert_type(shifted - product, jnp.int32)
+    # How many halves of the divisor are passed; a quotient never lies halfway between two floats.
+    halves = [n * b_fraction.astype(jnp.int32) for n in (1, 3, 5, 7)]
+    more = sum((remainder > half).astype(jnp.int32) for half in halves)
+    less = sum((remainder < -half).astype(jnp.int32) for half in halves)
+    value = (fraction + more - less).astype(jnp.float32) * jnp.float32(2.0**-23)
     # In two steps: a power of two beyond the largest number may still give a number.
     first = exponent // 2
     value = value * _power_of_two(first) * _power_of_two(exponent - first)
