@@ -1,6 +1,8 @@
 """scaled_matmul in plain JAX: float64 products of the decoded operands, and what it refuses."""
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import fp4jax as fp4
+from fp4jax.kernels import product
 
 RHT = fp4.Hadamard(16)
 
@@ -92,6 +95,54 @@ def test_vmap_and_mesh():
     y = jax.jit(fp4.scaled_matmul)(a, b)
     assert y.sharding.spec[0] == "rows"
     assert_product(y, a, b)
+
+
+class Decoded:
+    """A kernel in plain JAX, with tiles that no shape here is a multiple of."""
+
+    EFFECTS = False
+
+    class Tiles(NamedTuple):
+        m: int = 24
+        n: int = 40
+        k: int = 96
+
+    def tiles_for(self, m, n, k):
+        return self.Tiles()
+
+    def matmul(self, a, b, out_dtype):
+        tiles = self.Tiles()
+        (m, half), n = a.codes.shape, b.codes.shape[0]
+        assert (m % tiles.m, n % tiles.n, 2 * half % tiles.k) == (0, 0, 0)
+        left, right = (self.values(operand) for operand in (a, b))
+        y = jax.lax.dot_general(left, right, (((1,), (1,)), ((), ())))
+        return (y * a.tensor * b.tensor).astype(out_dtype)
+
+    def values(self, operand):
+        pairs = jax.lax.bitcast_convert_type(operand.codes, jnp.float4_e2m1fn)
+        elements = pairs.reshape(operand.codes.shape[0], -1).astype(jnp.float32)
+        return elements * jnp.repeat(operand.scales.astype(jnp.float32), 16, 1)
+
+
+@pytest.mark.parametrize("specs", [("m", None), (None, "n"), ("m", "n"), (("m", "n"), "n")])
+def test_devices_share_a_kernels_product(specs):
+    mesh = jax.make_mesh((4, 2), ("m", "n"), axis_types=(AxisType.Auto,) * 2)
+    a, b = (
+        fp4.quantize(
+            jax.device_put(uneven((rows, 72), seed), NamedSharding(mesh, jax.P(spec))),
+            fp4.Quantizer(fp4.NVFP4, tile=tile),
+        )
+        for seed, (rows, spec, tile) in enumerate(
+            zip((64, 128), specs, [(1, 16), (16, 16)], strict=True)
+        )
+    )
+    multiply = functools.partial(product.multiply, Decoded(), out_dtype=np.dtype(np.float32))
+    run = jax.jit(multiply).lower(a, b).compile()
+    y = run(a, b)
+    assert_product(y, a, b)
+    if specs[0] == "m":
+        assert "all-gather" not in run.as_text()
+        assert y.sharding.shard_shape(y.shape) == (16, 64 if specs[1] else 128)
 
 
 def test_a_nan_reaches_its_row_alone():

@@ -4,7 +4,8 @@ A tile is held as sixteen float32 arrays of one shape, the `Planes`: the j-th el
 blocks. Transform, maxima, rounding and packing are then elementwise, whatever the layout of an
 array over threads is, and no element leaves its thread. Only operations that Triton, Mosaic GPU
 and XLA all have are used; what the XLA body (`fp4jax.quantize`) computes otherwise, such as
-divisions, is computed here with the same result to the bit.
+divisions, is computed here with the same result to the bit. Only exact products meet a sum: Mosaic
+rounds the two together.
 """
 
 import functools
