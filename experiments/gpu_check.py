@@ -26,6 +26,7 @@ from fp4jax.kernels import registry
 from fp4jax.kernels.device import compute_capability
 
 _T = TypeVar("_T")
+TILED = ("hopper", "blackwell")  # the implementations that have tiles to choose from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Found:
     errors: list[gpu_bytes.Error]
     quantizers: list[gpu_times.Quantized] = dataclasses.field(default_factory=list)
     layers: list[gpu_times.Layered] = dataclasses.field(default_factory=list)
+    tilings: list[gpu_times.Tiled] = dataclasses.field(default_factory=list)
 
     @property
     def wrong(self) -> list[str]:
@@ -102,6 +104,10 @@ def check(
     for size in options.layers:
         timed_layers = gpu_times.layers(pairs, size, options.rounds)
         found.layers.extend(all_of(timed_layers, f"times of a layer, {size}"))
+        for name in products:
+            if name in TILED:
+                timed_tilings = gpu_times.tilings(name, size, options.rounds)
+                found.tilings.extend(all_of(timed_tilings, f"tilings of {name}, {size}"))
     return found
 
 
@@ -129,6 +135,7 @@ def report(found: Found) -> str:
     layers = [
         (t.kernels, t.size, f"{t.milliseconds:.2f}", f"{t.of_bf16:.2f}") for t in found.layers
     ]
+    tilings = [(t.implementation, t.size, t.tiles, f"{t.microseconds:.1f}") for t in found.tilings]
     return "\n\n".join(
         (
             f"{found.card}, {found.versions}, {found.date}.",
@@ -140,6 +147,8 @@ def report(found: Found) -> str:
             _table(("quantize", "of a tensor", "us", "GB/s", "of a copy's"), quantizers),
             "A linear layer, forward and backward:",
             _table(("quantize + scaled_matmul", "size", "ms", "/ bf16"), layers),
+            "A product alone, by the tiles of its kernel:",
+            _table(("scaled_matmul", "size", "tiles", "us"), tilings),
         )
     )
 

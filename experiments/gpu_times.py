@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ from jax import Array, lax
 
 import fp4jax as fp4
 from experiments.gpu_bytes import CASES, MATRIX, label, run
+from fp4jax.kernels import product
+from fp4jax.kernels.packed import Packed
 
 BUFFERS = 4  # in turn, so that no input is still in the cache
 PER_ROUND = 20  # calls that are waited for together, so that launching them costs nothing
@@ -45,6 +48,16 @@ class Layered:
     size: int
     milliseconds: float
     of_bf16: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiled:
+    """The time of a product by a kernel with tiles of a certain size."""
+
+    implementation: str
+    size: int
+    tiles: str
+    microseconds: float
 
 
 def quantizers(names: Sequence[str], size: int, rounds: int) -> Iterator[Quantized]:
@@ -90,24 +103,42 @@ def layers(choices: Sequence[fp4.Kernels], size: int, rounds: int) -> Iterator[L
         yield Layered(name, size, 1e3 * seconds, seconds / times["bf16"])
 
 
+def tilings(name: str, size: int, rounds: int) -> Iterator[Tiled]:
+    """The product of two matrices [size, size] by a Pallas kernel, with all its tilings."""
+    body = importlib.import_module(f"fp4jax.kernels.{name}_matmul")
+    inputs = []
+    for i in range(BUFFERS):
+        x = jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16)
+        inputs.append((product.packed(fp4.quantize(x, fp4.NVFP4)),) * 2)
+    contenders = {
+        str(tiles): jax.jit(functools.partial(_tiled, body, tiles)) for tiles in body.CANDIDATES
+    }
+    for tiles, seconds in medians(contenders, inputs, rounds).items():
+        yield Tiled(name, size, tiles, 1e6 * seconds)
+
+
+def _tiled(body: Any, tiles: Any, a: Packed, b: Packed) -> Array:
+    return body.tiled_matmul(a, b, jnp.bfloat16, tiles)
+
+
 @jax.jit
 def _bf16_layer(x: Array, w: Array, dy: Array) -> tuple[Array, ...]:
-    def product(x: Array, w: Array) -> Array:
+    def layer(x: Array, w: Array) -> Array:
         return lax.dot_general(x, w.astype(jnp.bfloat16), MATRIX)
 
-    y, vjp = jax.vjp(product, x, w)
+    y, vjp = jax.vjp(layer, x, w)
     return y, *vjp(dy)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _layer(kernels: fp4.Kernels, x: Array, w: Array, dy: Array) -> tuple[Array, ...]:
-    def product(x: Array, w: Array) -> Array:
+    def layer(x: Array, w: Array) -> Array:
         return fp4.dot_general(
             x, w, MATRIX, recipe=fp4.recipes.nvfp4(), key=jax.random.key(0), kernels=kernels,
             preferred_element_type=jnp.bfloat16,
         )  # fmt: skip
 
-    y, vjp = jax.vjp(product, x, w)
+    y, vjp = jax.vjp(layer, x, w)
     return y, *vjp(dy)
 
 

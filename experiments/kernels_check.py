@@ -29,6 +29,8 @@ import fp4jax as fp4
 from experiments.aot import B200, H200, Compiled, Kernel, Target, compile_for, find_ptxas
 from experiments.gpu_bytes import CASES
 from experiments.terminal import say
+from fp4jax.kernels import product
+from fp4jax.kernels.packed import Packed
 from fp4jax.kernels.wanted import Maximum, Numbers, Want
 
 FAILED = 1
@@ -195,6 +197,20 @@ def _scaled_matmul(
         )
 
 
+def _tilings(target: Target, name: str, must: tuple[str, ...]) -> Iterator[Check]:
+    """A product with every tiling that a card may be asked to time."""
+    body = importlib.import_module(f"fp4jax.kernels.{name}_matmul")
+    operand = jax.eval_shape(product.packed, _quantized(2048))
+    for tiles in body.CANDIDATES:
+        function = functools.partial(_tiled, body, tiles)
+        label = f"{tiles.m}x{tiles.n}x{tiles.k}, {tiles.stages} stages"
+        yield Check(f"{name}, tiles {label}", target, function, (operand,) * 2, must, FLUSHED, 3)
+
+
+def _tiled(body: Any, tiles: Any, a: Packed, b: Packed) -> Array:
+    return body.tiled_matmul(a, b, jnp.bfloat16, tiles)
+
+
 def _product(name: str, a: fp4.QTensor, b: fp4.QTensor) -> Array:
     dtype = jnp.bfloat16
     return fp4.scaled_matmul(a, b, preferred_element_type=dtype, implementation=name)
@@ -211,6 +227,8 @@ def _mosaic() -> Iterator[Check]:
     yield from _quantize(B200, "mosaic")
     yield from _scaled_matmul(H200, "hopper", WGMMA, most=3, sizes=(1024, 8192))
     yield from _scaled_matmul(B200, "blackwell", BLOCK_SCALED, most=3, sizes=(1024, 8192))
+    yield from _tilings(H200, "hopper", WGMMA)
+    yield from _tilings(B200, "blackwell", BLOCK_SCALED)
     yield _layer(H200, fp4.Kernels("mosaic", "hopper"), WGMMA, most=40)
     yield _layer(B200, fp4.Kernels("mosaic", "blackwell"), BLOCK_SCALED, most=40)
 

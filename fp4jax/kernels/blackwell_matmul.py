@@ -41,10 +41,15 @@ class Tiles:
     stages: int
 
 
+# What `python -m experiments.gpu_check` times.
+CANDIDATES = tuple(
+    Tiles(128, *others)
+    for others in ((128, 256, 5), (128, 256, 3), (256, 256, 3), (128, 128, 8), (256, 128, 6))
+)
 # From which M and N on, the largest first. Chosen by what fits: shared memory, and enough tiles for
-# the 148 multiprocessors of a B200. Tuning on a card would fill this table.
-_TABLE = ((2048, 2048, Tiles(128, 256, 256, 3)),)
-_SMALL = Tiles(128, 128, 256, 5)
+# the 148 multiprocessors of a B200. Not tuned on a card yet.
+_TABLE = ((2048, 2048, CANDIDATES[2]),)
+_SMALL = CANDIDATES[0]
 
 
 def tiles_for(m: int, n: int, k: int) -> Tiles:
@@ -59,7 +64,12 @@ def matmul(a: Packed, b: Packed, out_dtype: Any) -> Array:
     Extents are multiples of those of ``tiles_for(M, N, K)``.
     """
     (m, half), n = a.codes.shape, b.codes.shape[0]
-    tiles = tiles_for(m, n, 2 * half)
+    return tiled_matmul(a, b, out_dtype, tiles_for(m, n, 2 * half))
+
+
+def tiled_matmul(a: Packed, b: Packed, out_dtype: Any, tiles: Tiles) -> Array:
+    """`matmul` with given tiles."""
+    (m, half), n = a.codes.shape, b.codes.shape[0]
     steps = 2 * half // tiles.k
     groups = tiles.k // (_BLOCK * _GROUP)
 

@@ -56,12 +56,16 @@ class Tiles:
     stages: int
 
 
-_SMALL = Tiles(128, 128, _PARTS * _PART, 4)
-# From which M and N on, the largest first. Chosen by what the compiler says, not by timing: by
-# registers, shared memory and the absence of spills, and by how much is multiplied per decoded
-# element. Tuning on a card would fill this table. 2048 x 2048 is where the larger tiles fill the
-# 132 multiprocessors of an H100 or H200.
-_TABLE = ((2048, 2048, Tiles(128, 256, _PARTS * _PART, 3)),)
+# What `python -m experiments.gpu_check` times.
+CANDIDATES = tuple(
+    Tiles(m, n, _PARTS * _PART, stages)
+    for m, n, stages in ((128, 128, 4), (128, 128, 2), (128, 256, 3), (128, 256, 2))
+)
+# From which M and N on, the largest first. Chosen by what the compiler says: registers, shared
+# memory, the absence of spills, how much is multiplied per decoded element, and, at 2048 x 2048,
+# enough tiles for the 132 multiprocessors of an H200. Not tuned on a card yet.
+_TABLE = ((2048, 2048, CANDIDATES[2]),)
+_SMALL = CANDIDATES[0]
 
 
 def tiles_for(m: int, n: int, k: int) -> Tiles:

@@ -65,12 +65,12 @@ def multiply(
 
     arguments = [("m", None), ("m", None), (), ("n", None), ("n", None), ()]
     (y,) = divided(run, arguments, [("m", "n")], whole=interpret and backend.EFFECTS)(
-        *_packed(a), *_packed(b)
+        *packed(a), *packed(b)
     )
     return y
 
 
-def _packed(q: QTensor) -> Packed:
+def packed(q: QTensor) -> Packed:
     """The arrays of ``q``, whole blocks, with a scale for each row."""
     assert q.block_scales is not None
     assert q.tensor_scale is not None
