@@ -303,10 +303,10 @@ def table(outcomes: Sequence[Outcome], kernels: bool) -> Table:
     """
     shown = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     shown.add_column("target", no_wrap=True)
-    shown.add_column("kernel", overflow="fold")  # this one gives way
+    shown.add_column("kernel", overflow="fold")
     for heading in ("n", "regs", "spill", "shared", "MB", "floor", "s"):
         shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("instructions", no_wrap=True)
+    shown.add_column("instructions", overflow="fold", max_width=28)
     for outcome in outcomes:
         check, compiled = outcome.check, outcome.compiled
         if compiled is None:
