@@ -78,6 +78,8 @@ def multiply(
     kernels: Kernels = Kernels(),
 ) -> Array:
     """`dot_general` of checked arguments; without words what draws random bits raises."""
+    if not isinstance(kernels, Kernels):
+        raise TypeError(f"kernels must be fp4jax.Kernels(...), not {kernels!r}")
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     # Shapes and dtype of the result, and the checks of dimension_numbers, are lax's own.
     result = jax.eval_shape(

@@ -386,7 +386,7 @@ def test_what_is_not_taken_raises_and_runs_in_plain_jax(x, quantizer, message):
     [
         (fp4.recipes.bf16(), (16, 16), "'bf16' does not quantize all six operands"),
         (fp4.recipes.nvfp4(), (2, 16, 16), "it has batch axes"),
-        (fp4.recipes.mxfp4(), (16, 16), "format MXFP4 is not NVFP4"),
+        (fp4.recipes.mxfp4(), (16, 16), r"MXFP4 is not NVFP4 \(quantize, for the activation\)"),
     ],
 )
 def test_layers_that_kernels_do_not_run(recipe, shape, message):
@@ -398,7 +398,23 @@ def test_layers_that_kernels_do_not_run(recipe, shape, message):
         fp4.dot_general(x, x, dims, recipe=recipe, key=key, kernels=kernels)
 
 
+def test_a_gradient_in_float16_is_named():
+    x, kernels = uneven((16, 16)), fp4.Kernels(quantize="triton:interpret")
+    with pytest.raises(ValueError, match=r"float16, not bfloat16 .*for the gradient\)"):
+        fp4.dot_general(
+            x, x, MATRIX, recipe=RECIPES[0], key=jax.random.key(0), kernels=kernels,
+            preferred_element_type=jnp.float16,
+        )  # fmt: skip
+
+
 def test_kernels_have_names():
+    x = uneven((16, 16))
+    for product in (fp4.dot_general, fp4.DotGeneral(RECIPES[0], kernels="triton")):
+        options = {"key": jax.random.key(0)}
+        if product is fp4.dot_general:
+            options |= {"recipe": RECIPES[0], "kernels": "triton"}
+        with pytest.raises(TypeError, match=r"kernels must be fp4jax.Kernels\(...\), not 'triton'"):
+            product(x, x, MATRIX, **options)
     with pytest.raises(ValueError, match="must be None or one of 'xla', 'blackwell', 'cudnn'"):
         fp4.Kernels(scaled_matmul="triton")
 

@@ -53,19 +53,19 @@ def chosen(
         if any(name != "xla" for name in named):
             raise ValueError(f"{kernels} cannot run this product: {reason}")
         return None
-    x, w, dy = arrays
     fprop, dgrad, wgrad = recipe.gemms
-    quantize = [
-        choose(QUANTIZE, kernels.quantize, array, _want(rule, axis))
-        for array, rule, axis in (
-            (x, fprop.lhs, -1),
-            (x, wgrad.lhs, -2),
-            (w, fprop.rhs, -2),
-            (w, dgrad.rhs, -1),
-            (dy, dgrad.lhs, -1),
-            (dy, wgrad.rhs, -2),
-        )
-    ]
+    quantize = []
+    for name, array, wants in (
+        ("activation", arrays[0], ((fprop.lhs, -1), (wgrad.lhs, -2))),
+        ("weight", arrays[1], ((fprop.rhs, -2), (dgrad.rhs, -1))),
+        ("gradient", arrays[2], ((dgrad.lhs, -1), (wgrad.rhs, -2))),
+    ):
+        for rule, axis in wants:
+            try:
+                choice = choose(QUANTIZE, kernels.quantize, array, _want(rule, axis))
+            except ValueError as error:
+                raise ValueError(f"{error} (quantize, for the {name})") from None
+            quantize.append(choice)
     products = [
         choose(SCALED_MATMUL, kernels.scaled_matmul, gemm.lhs, gemm.rhs) for gemm in recipe.gemms
     ]
