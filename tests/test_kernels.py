@@ -283,11 +283,12 @@ def test_layer_under_vmap_and_scan():
 
 def test_hook_of_flax_layers():
     x, w, key = uneven((20, 32)), uneven((32, 16), seed=1), jax.random.key(0)
-    hook = fp4.DotGeneral(RECIPES[0], kernels=fp4.Kernels(quantize="triton:interpret"))
-    np.testing.assert_array_equal(
-        np.asarray(jax.jit(lambda: hook(x, w, MATRIX, key=key))()),
-        np.asarray(jax.jit(lambda: fp4.DotGeneral(RECIPES[0])(x, w, MATRIX, key=key))()),
+    kernels = fp4.Kernels(quantize="triton:interpret")
+    got, wanted = (
+        jax.jit(functools.partial(hook, dimension_numbers=MATRIX))(x, w, key=key)
+        for hook in (fp4.DotGeneral(RECIPES[0], kernels=kernels), fp4.DotGeneral(RECIPES[0]))
     )
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
 
 
 # Which one runs.
