@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before JAX is imported: tests of sharding need more than one device.
 os.environ["XLA_FLAGS"] = (
@@ -13,6 +14,18 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs() -> Iterator[None]:
+    """Forgets compiled programs after a file, once there are very many.
+
+    Each takes memory maps, of which Linux gives a process 65,530: beyond them XLA crashes.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > 20_000:
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -201,9 +201,14 @@ def test_two_operands_by_one_kernel(body, quantizers):
 
 
 @pytest.mark.parametrize(
-    "spec", [jax.P("a", "b"), jax.P("a"), jax.P(None, "b"), jax.P(("a", "b")), jax.P("b", "a")]
+    ("spec", "quantizers"),
+    [
+        (jax.P("a", "b"), GRADIENT),
+        (jax.P("b", "a"), WEIGHT),
+        (jax.P(None, "b"), GRADIENT),
+        (jax.P(("a", "b")), WEIGHT),
+    ],
 )
-@pytest.mark.parametrize("quantizers", [GRADIENT, WEIGHT], ids=["gradient", "weight"])
 def test_devices_share_the_work_without_a_gather(spec, quantizers):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     x = jax.device_put(uneven((256, 128)), NamedSharding(mesh, spec))
