@@ -33,8 +33,7 @@ def scaled_matmul(
       preferred_element_type: dtype of the result; by default the promoted one of the arrays that
         were quantized.
       implementation: None for the best one that is proven on the platform, ``xla``, ``hopper``,
-        ``blackwell``, ``cudnn``, or one of the Pallas kernels as ``NAME:interpret``
-        (`fp4jax.Kernels`).
+        ``blackwell``, ``cudnn``, or ``hopper:interpret`` (`fp4jax.Kernels`).
 
     Raises:
       TypeError: if an operand is no `QTensor`, or the dtype is not floating-point.

@@ -176,6 +176,79 @@ def test_scales_lie_as_blackwell_wants_them():
             assert flat[16 * (r % 32) + 4 * (r // 32) + b] == scales[row, block]
 
 
+class Modelled:
+    """Mosaic GPU with models, for its interpreter, of two instructions that it does not know.
+
+    The copy of scales to tensor memory, whose place is in shared memory here, and the product with
+    block scales. Both are done when they return, which the real ones are not.
+    """
+
+    def __init__(self):
+        from jax.experimental.pallas import mosaic_gpu
+
+        self.real = mosaic_gpu
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def kernel(self, *args, **options):
+        params = self.real.InterpretGPUParams(detect_races=True)
+        return self.real.kernel(*args, **options, interpret=params)
+
+    def TMEM(self, shape, dtype, layout=None):
+        if layout is None:
+            return self.real.TMEM(shape, dtype)
+        rows, blocks = shape
+        return self.real.SMEM((rows // 128, blocks // 4, 32, 16), dtype)
+
+    def async_copy_scales_to_tmem(self, source, to):
+        to[...] = source[...]
+
+    def tcgen05_mma(self, sums, a, b, barrier, *, a_scale, b_scale, accumulate):
+        left, right = self.decoded(a[...], a_scale), self.decoded(b[...].T, b_scale)
+        product = jax.lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision="highest")
+        before = self.real.async_load_tmem(sums)
+        self.real.wait_load_tmem()
+        self.real.async_store_tmem(sums, jnp.where(accumulate, before, 0) + product)
+        self.real.commit_tmem()
+        self.real.commit_smem()  # a tensor core reads as the fetches write, this model does not
+        self.real.barrier_arrive(barrier)
+
+    def tcgen05_commit_arrive(self, barrier):
+        self.real.barrier_arrive(barrier)
+
+    def decoded(self, elements, scales):
+        tiles, groups, *_ = scales.shape
+        lines = scales[...].reshape(tiles, groups, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+        per_block = lines.reshape(128 * tiles, 4 * groups).astype(jnp.float32)
+        blocks = elements.astype(jnp.float32).reshape(len(elements), -1, 16)
+        return (blocks * per_block[:, :, None]).reshape(elements.shape)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tiles"),
+    [(256, 128, 1280, (128, 128, 256, 3)), (128, 512, 512, (128, 256, 256, 3))],
+)
+def test_blackwell_but_for_two_instructions(m, n, k, tiles, monkeypatch):
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    from fp4jax.kernels import blackwell_matmul
+
+    monkeypatch.setattr(blackwell_matmul, "plgpu", Modelled())
+    rng = np.random.default_rng(m)
+    codes = [rng.integers(0, 16, (rows, k)) for rows in (m, n)]
+    # From 1/2 to 8, and 0: sums are exact in float32. One is NaN.
+    choices = [0, 0x30, 0x38, 0x40, 0x48, 0x50]
+    scales = [rng.choice(choices, (rows, k // 16)) for rows in (m, n)]
+    scales[0][5, 3] = 0x7F
+    a, b = (packed(*of, t) for of, t in zip(zip(codes, scales, strict=True), (0.5, 4), strict=True))
+    y = blackwell_matmul.tiled_matmul(a, b, jnp.float32, blackwell_matmul.Tiles(*tiles))
+    left, right = (decoded(*of) for of in zip(codes, scales, strict=True))
+    np.testing.assert_array_equal(np.asarray(y), left @ right.T * 2)
+    assert np.isnan(np.asarray(y)).sum() == n
+    assert not interpret_pallas_call.get_races().races_found
+
+
 def test_blackwell_is_not_interpreted():
     a = fp4.quantize(uneven((4, 32)), fp4.NVFP4)
     with pytest.raises(ValueError, match="not 'blackwell:interpret'"):

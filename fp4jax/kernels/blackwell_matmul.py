@@ -2,11 +2,13 @@
 
 One CTA computes a tile of the result. One warp fetches packed codes and scales ahead, another hands
 them to the tensor core, which adds up the tile in its own memory; then all four warps scale and
-store it. JAX's interpreter of Mosaic GPU does not know block scales: what this computes has been
-compiled, not run.
+store it. JAX's interpreter of Mosaic GPU does not know block scales: with a model of those two
+instructions it runs the rest, and they have been compiled, not run.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,9 +83,7 @@ def tiled_matmul(a: Packed, b: Packed, out_dtype: Any, tiles: Tiles) -> Array:
         row, column = lax.axis_index("row"), lax.axis_index("column")
         rows, columns = pl.ds(row * tiles.m, tiles.m), pl.ds(column * tiles.n, tiles.n)
 
-        def fetch(step: Array, _: None) -> None:
-            slot = lax.rem(step, tiles.stages)
-
+        def fetch(step: Array, slot: int) -> None:
             @pl.when(step >= tiles.stages)
             def wait_for_room() -> None:
                 plgpu.barrier_wait(multiplied.at[slot])
@@ -105,32 +105,40 @@ def tiled_matmul(a: Packed, b: Packed, out_dtype: Any, tiles: Tiles) -> Array:
             ):
                 plgpu.copy_gmem_to_smem(source, to.at[slot], fetched.at[slot])
 
-        def multiply(step: Array, _: None) -> None:
-            slot = lax.rem(step, tiles.stages)
+        def multiply(step: Array, slot: int) -> None:
             plgpu.barrier_wait(fetched.at[slot])
             a_part, b_part, a_scaled, b_scaled = (ref.at[slot] for ref in stage)
-            # The tensor core copies and multiplies in the order of this thread.
-            plgpu.async_copy_scales_to_tmem(a_scaled, a_factors)
-            plgpu.async_copy_scales_to_tmem(b_scaled, b_factors)
+            # Each stage has its own place for scales, since a copy may overtake a product. What
+            # read this place last is done, or nothing would have been fetched.
+            plgpu.async_copy_scales_to_tmem(a_scaled, a_factors[slot])
+            plgpu.async_copy_scales_to_tmem(b_scaled, b_factors[slot])
             plgpu.tcgen05_mma(
                 sums,
                 a_part,
                 b_part.transpose((1, 0)),
                 multiplied.at[slot],
-                a_scale=a_factors,
-                b_scale=b_factors,
+                a_scale=a_factors[slot],
+                b_scale=b_factors[slot],
                 accumulate=step > 0,
             )
+
+        def each_step(do: Callable[[Array, int], None]) -> None:
+            def turn(i: Array, _: None) -> None:
+                for slot in range(tiles.stages):
+                    step = i * tiles.stages + slot
+                    pl.when(step < steps)(functools.partial(do, step, slot))
+
+            lax.fori_loop(0, pl.cdiv(steps, tiles.stages), turn, None)
 
         @plgpu.warp_map
         def by_warp(warp: Array) -> None:
             @pl.when(warp == _FETCHER)
             def fetch_all() -> None:
-                lax.fori_loop(0, steps, fetch, None)
+                each_step(fetch)
 
             @pl.when(warp == _MULTIPLIER)
             def multiply_all() -> None:
-                lax.fori_loop(0, steps, multiply, None)
+                each_step(multiply)
                 plgpu.tcgen05_commit_arrive(finished)
 
         plgpu.barrier_wait(finished)
@@ -154,8 +162,8 @@ def tiled_matmul(a: Packed, b: Packed, out_dtype: Any, tiles: Tiles) -> Array:
         return plgpu.SMEM(shape, jnp.float8_e4m3fn)
 
     def factors(extent: int) -> Any:
-        shape = (extent, tiles.k // _BLOCK)
-        return plgpu.TMEM(shape, jnp.float8_e4m3fn, layout=plgpu.TMEMLayout.SCALES_LAYOUT)
+        shape, layout = (extent, tiles.k // _BLOCK), plgpu.TMEMLayout.SCALES_LAYOUT
+        return [plgpu.TMEM(shape, jnp.float8_e4m3fn, layout=layout) for _ in range(tiles.stages)]
 
     bits = 8 * jnp.dtype(out_dtype).itemsize
     return plgpu.kernel(

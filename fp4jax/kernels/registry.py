@@ -73,7 +73,7 @@ class Kernels:
 
     Attributes:
       quantize: ``xla``, ``mosaic``, ``triton``, or one of the last two with ``:interpret``.
-      scaled_matmul: ``xla``, ``blackwell``, ``cudnn``, ``hopper``, or one with ``:interpret``.
+      scaled_matmul: ``xla``, ``blackwell``, ``cudnn``, ``hopper`` or ``hopper:interpret``.
 
     Raises:
       ValueError: for another name.
